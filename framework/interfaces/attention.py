@@ -1,0 +1,34 @@
+"""Attention backends: how queries meet the paged cache."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from workerkit.framework.interfaces.batch import InputBatch
+    from workerkit.framework.interfaces.kv_cache import AttentionLayer, BatchTables, KVCaches
+    from workerkit.framework.interfaces.model import Attend
+
+
+class AttentionBackend(abc.ABC):
+    """Builds a step's metadata once; the returned callable is then called once a layer."""
+
+    kernel_block_sizes: tuple[int, ...] = ()  # accepted kernel block sizes, preferred first; () accepts any
+    host_lengths: Literal["upper_bound", "exact"] = "upper_bound"  # which HostLengths it reads
+
+    @abc.abstractmethod
+    def prepare(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
+        """Check that every layer can be served, before weights are read. Raises UnsupportedError naming the layer."""
+
+    @abc.abstractmethod
+    def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
+        """Metadata of one batch, bound to the caches.
+
+        The result, for each layer: writes its keys and values at the group's slots (slot -1 is never written) and
+        returns softmax(scale * q k^T) v over positions <= the query's own, within the layer's sliding window.
+        Padding tokens yield finite values that nobody reads. `extras` comes from the model state.
+        """

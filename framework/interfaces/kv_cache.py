@@ -1,0 +1,175 @@
+"""The paged KV cache: what layers need, how blocks are laid out, and who owns the memory."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from workerkit.framework.interfaces.batch import InputBatch
+
+PAD_SLOT_ID = -1  # a slot mapping entry that must never be written
+NULL_BLOCK_ID = 0  # block 0 is reserved: padding of block tables points there
+
+
+@attrs.frozen(kw_only=True)
+class AttentionLayer:
+    """One attention layer as the cache and the backend see it."""
+
+    name: str  # "model.layers.3.self_attn"
+    index: int  # position among the network's attention layers
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # multiplies query · key
+    sliding_window: int | None = None  # keys a query may see, its own included
+
+
+@attrs.frozen(kw_only=True)
+class KVCacheSpec:
+    """What the layers of one group keep per token. Layers with equal specs share a group."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # name of a torch dtype
+    block_size: int  # manager block size B, in tokens
+    element_bytes: int
+    sliding_window: int | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer, keys and values."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.element_bytes
+
+
+@attrs.frozen(kw_only=True)
+class KVCacheGroup:
+    spec: KVCacheSpec
+    layers: tuple[int, ...]  # AttentionLayer.index of the members
+
+
+@attrs.frozen(kw_only=True)
+class KVLayout:
+    """Stage value: how the cache is cut. Block ids are drawn from one pool for all groups; block 0 is never handed out."""
+
+    num_blocks: int
+    groups: tuple[KVCacheGroup, ...]
+    kernel_block_size: int  # b, divides every group's block size B; tables are expanded to it
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        return tuple(group.spec.block_size for group in self.groups)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class KVCaches:
+    """Stage value: the memory itself. Views are by kernel block; a manager block is B/b of them in a row."""
+
+    layout: KVLayout
+    keys: tuple[torch.Tensor, ...]  # by AttentionLayer.index: [num_blocks * B/b, b, num_kv_heads, head_dim]
+    values: tuple[torch.Tensor, ...]  # likewise
+    group_of_layer: tuple[int, ...]  # by AttentionLayer.index
+    storages: tuple[torch.Tensor, ...] = ()  # what was allocated, each once: [num_blocks, 2, …]
+
+
+class KVCacheManager(abc.ABC):
+    """Plans and allocates the cache, and does block-wise work on it before a forward."""
+
+    @abc.abstractmethod
+    def plan(
+        self, layers: Sequence[AttentionLayer], kernel_block_sizes: Sequence[int], available_bytes: int
+    ) -> KVLayout:
+        """Group the layers and count the blocks that fit.
+
+        `kernel_block_sizes`: what the attention backend accepts; () means any. Raises CacheError when not even two
+        blocks fit, or when no accepted kernel block size divides the configured block size.
+        """
+
+    @abc.abstractmethod
+    def allocate(self, layout: KVLayout, layers: Sequence[AttentionLayer]) -> KVCaches:
+        """Zero-filled caches."""
+
+    @abc.abstractmethod
+    def zero_blocks(self, caches: KVCaches, block_ids: Sequence[int]) -> None:
+        """Zero whole manager blocks. Called before `copy_blocks` and before the forward."""
+
+    @abc.abstractmethod
+    def copy_blocks(self, caches: KVCaches, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy manager blocks (source, destination); all sources are read before any destination is written."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class BatchTables:
+    """Block tables and slot mappings of one batch, one entry a KV-cache group."""
+
+    block_tables: tuple[torch.Tensor, ...]  # [num_reqs_padded, W] int32, kernel block ids, padded with 0
+    slot_mappings: tuple[torch.Tensor, ...]  # [num_tokens_padded] int32, padded with -1
+
+
+class BlockTables(abc.ABC):
+    """Which blocks each request owns. `index` is a row for V1 and a stable slot for V2; see the two sub-interfaces."""
+
+    @abc.abstractmethod
+    def add(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Overwrite one entry: manager block ids for each group. Raises CacheError past the row's capacity."""
+
+    @abc.abstractmethod
+    def append(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Append manager block ids for each group. Raises CacheError past the row's capacity; nothing is then changed."""
+
+    @abc.abstractmethod
+    def clear(self, index: int) -> None:
+        """Forget one entry; its tail reads as the null block afterwards."""
+
+    @abc.abstractmethod
+    def apply_staged_writes(self) -> None:
+        """Bring the device's tables up to date. Called on the device's stream, once a step, before `gather`."""
+
+    @abc.abstractmethod
+    def gather(self, batch: InputBatch) -> BatchTables:
+        """Tables of the batch's rows and slot of every token: slot = table[row, pos // b] * b + pos % b; padding is -1."""
+
+    @abc.abstractmethod
+    def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """Kernel block ids that an entry holds now, for each group."""
+
+    @abc.abstractmethod
+    def check_integrity(self, live: Sequence[int]) -> None:
+        """Raise IntegrityError when an entry outside `live` holds a block."""
+
+
+class RowBlockTables(BlockTables):
+    """V1: entries are batch rows, moved together with the rows of the input batch."""
+
+    @abc.abstractmethod
+    def move_row(self, source: int, target: int) -> None:
+        """Copy a row over another and clear the source."""
+
+    @abc.abstractmethod
+    def swap_row(self, first: int, second: int) -> None:
+        """Exchange two rows."""
+
+
+class SlotBlockTables(BlockTables):
+    """V2: entries are stable slots; `gather` reads them through `batch.idx_mapping`."""
+
+    @abc.abstractmethod
+    def stage(self) -> BlockTableWrites:
+        """Take the writes made since the last call, to be applied later on the stream with `apply`."""
+
+    @abc.abstractmethod
+    def apply(self, writes: BlockTableWrites) -> None:
+        """Apply what `stage` returned."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class BlockTableWrites:
+    """Rows to overwrite from a column on: for each group (slots, first columns, contents)."""
+
+    groups: tuple[tuple[tuple[int, int, np.ndarray], ...], ...]

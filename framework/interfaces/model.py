@@ -1,0 +1,171 @@
+"""Models: the architecture's numbers, the network that runs, and the parts that build and fill it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+    from workerkit.framework.interfaces.kv_cache import AttentionLayer
+
+
+@attrs.frozen(kw_only=True)
+class RopeConfig:
+    """Rotary embedding, normalised from the old (`rope_theta` + `rope_scaling`) and new (`rope_parameters`) spellings."""
+
+    rope_type: str = "default"  # default | linear | dynamic | yarn | llama3
+    theta: float = 10000.0
+    rotary_dim: int  # rotated head dimensions, <= head_dim
+    factor: float = 1.0
+    original_max_position: int = 0  # context the scaling starts from; max_position_embeddings when the file has none
+    attention_factor: float | None = None  # yarn: explicit factor on cos and sin, taken verbatim
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig:
+    """What a checkpoint says of its architecture, in the names of Hugging Face's config.json."""
+
+    architecture: str  # e.g. "LlamaForCausalLM"; the key of the ModelLibrary
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    hidden_act: str = "silu"
+    sliding_windows: tuple[int | None, ...] = ()  # one entry a layer: tokens a query may see, itself included
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"  # what the checkpoint was saved in
+    raw: Mapping[str, Any] = attrs.field(factory=dict, repr=False, eq=False)  # the file itself, for families of plugins
+
+
+if TYPE_CHECKING:
+    # (layer, query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim], value likewise) -> [T, num_heads, head_dim]
+    Attend = Callable[["AttentionLayer", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+else:
+    Attend = Callable
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ModelInputs:
+    """One forward pass. T counts padding rows too."""
+
+    input_ids: torch.Tensor  # [T] int32
+    positions: torch.Tensor  # [T] int64
+    rope_lens: torch.Tensor  # [T] int64: context length that a length-dependent rope uses, max(prompt_len, position + 1)
+    attend: Attend  # writes the keys and values of a layer and attends to its cache
+    inputs_embeds: torch.Tensor | None = None  # [T, H]; replaces the embedding of input_ids (encoder, pipeline)
+    taps: tuple[str, ...] = ()  # tap points to return, from Network.tap_points
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ModelOutput:
+    hidden: torch.Tensor  # [T, H], after the final norm
+    taps: Mapping[str, torch.Tensor] = attrs.field(factory=dict)  # tap point -> [T, H]
+
+
+class Network(abc.ABC):
+    """A model's computation with its weights. It holds no cache and no batch: attention is passed in with each call."""
+
+    config: ModelConfig
+
+    @property
+    @abc.abstractmethod
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """One entry for each layer that owns a KV cache, in order."""
+
+    @property
+    @abc.abstractmethod
+    def tap_points(self) -> tuple[str, ...]:
+        """Names of the hidden states that can be asked for: `embed`, `layers.0` … (the stream leaving that layer)."""
+
+    @abc.abstractmethod
+    def forward(self, inputs: ModelInputs) -> ModelOutput:
+        """Run the layers."""
+
+    @abc.abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> float32 [N, vocab_size]."""
+
+    @abc.abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill the parameters from (checkpoint name, tensor) pairs; converts to the network's dtype.
+
+        Raises WeightError naming every missing, unexpected and misshapen tensor; nothing is left at its initial value.
+        """
+
+    @abc.abstractmethod
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and buffers by name."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LoadedModel:
+    """Stage value: the network with its weights in place."""
+
+    network: Network
+    config: ModelConfig
+    weight_bytes: int
+
+
+class ModelLoader(abc.ABC):
+    """Reads one kind of checkpoint. `read_config` touches headers only, never weights."""
+
+    @abc.abstractmethod
+    def read_config(self) -> ModelConfig:
+        """Raises ModelError when the source is missing or not understood."""
+
+    @abc.abstractmethod
+    def weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor on the CPU) one by one; checks the files before the first one is handed out."""
+
+    @abc.abstractmethod
+    def count(self) -> int:
+        """How many tensors `weights` yields, for progress."""
+
+
+class ModelLibrary(abc.ABC):
+    """Builds networks, targets and drafts alike, by architecture name."""
+
+    @property
+    @abc.abstractmethod
+    def architectures(self) -> tuple[str, ...]:
+        """Names that `build` knows."""
+
+    @abc.abstractmethod
+    def build(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Network:
+        """An unfilled network. Raises ModelError naming the nearest known architecture."""
+
+
+class Model(abc.ABC):
+    """Produces the target network: architecture, backend checks, weights, in that order."""
+
+    @abc.abstractmethod
+    def load(self) -> LoadedModel:
+        """Build and fill the network."""
+
+    @abc.abstractmethod
+    def reload_weights(self, loaded: LoadedModel) -> None:
+        """Fill an existing network again (after sleep level 2)."""

@@ -1,0 +1,65 @@
+"""The sections of a config file that belong to no single part; a constructor may ask for any of them by type."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+from attrs import validators
+
+
+def _positive_or_none(instance: object, attribute: attrs.Attribute[int | None], value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"'{attribute.name}' must be >= 1 or null: {value}")
+
+
+@attrs.frozen(kw_only=True)
+class ModelSection:
+    """Which model the worker serves."""
+
+    source: str = attrs.field(
+        default="smollm2",
+        validator=validators.min_len(1),
+        metadata={"doc": "a name from `workerkit models`, a GGUF file, or a folder with config.json and safetensors"},
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = attrs.field(
+        default="auto", metadata={"doc": "type of weights, activations and KV cache; auto takes what the device prefers"}
+    )
+    max_model_len: int | None = attrs.field(
+        default=None,
+        validator=_positive_or_none,
+        metadata={"doc": "longest prompt plus output, in tokens; null takes what the model allows"},
+    )
+
+
+@attrs.frozen(kw_only=True)
+class LimitsSection:
+    """How much one step may hold."""
+
+    max_num_reqs: int = attrs.field(
+        default=32, validator=validators.ge(1), metadata={"doc": "requests that run at the same time (R)"}
+    )
+    max_num_batched_tokens: int = attrs.field(
+        default=512, validator=validators.ge(1), metadata={"doc": "token budget of one step (T)"}
+    )
+    seed: int = attrs.field(default=0, validator=validators.ge(0), metadata={"doc": "seed of random weights"})
+
+
+@attrs.frozen(kw_only=True)
+class CacheSection:
+    """The paged KV cache. `num_blocks` wins over `memory_bytes`, which wins over `memory_fraction`."""
+
+    block_size: int = attrs.field(default=16, validator=validators.ge(1), metadata={"doc": "tokens in one block (B)"})
+    memory_fraction: float = attrs.field(
+        default=0.5,
+        validator=[validators.gt(0.0), validators.le(1.0)],
+        metadata={"doc": "share of the device's memory that the worker may use in all"},
+    )
+    memory_bytes: int | None = attrs.field(
+        default=None, validator=_positive_or_none, metadata={"doc": "bytes for the KV cache alone"}
+    )
+    num_blocks: int | None = attrs.field(
+        default=None,
+        validator=_positive_or_none,
+        metadata={"doc": "number of blocks, block 0 included, which is never handed out"},
+    )
