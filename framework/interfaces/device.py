@@ -116,6 +116,11 @@ class ParallelGroups(abc.ABC):
     @abc.abstractmethod
     def rank(self) -> int: ...
 
+    @property
+    @abc.abstractmethod
+    def local_rank(self) -> int:
+        """Which device of this machine is this process's."""
+
     @abc.abstractmethod
     def initialize(self, context: DeviceContext) -> None:
         """Join the groups; after the device is open, before anything is built on it."""

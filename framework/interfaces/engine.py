@@ -55,6 +55,11 @@ class EngineStats:
 class Scheduler(abc.ABC):
     """Decides what each step computes: continuous batching, chunked prefill, preemption by recomputation."""
 
+    @property
+    @abc.abstractmethod
+    def max_in_flight(self) -> int:
+        """How many outputs may be scheduled before the oldest must be updated: 1, or 2 with asynchronous scheduling."""
+
     @abc.abstractmethod
     def add(self, req_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Queue a request. Raises RequestError when it can never fit."""

@@ -31,6 +31,11 @@ class KernelLibrary(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def name(self) -> str:
+        """What configs and `bindings` call it."""
+
+    @property
+    @abc.abstractmethod
     def ops(self) -> Mapping[str, Callable[..., Any]]:
         """Name in OPS -> function with the signature of the same name in `kernels/reference`."""
 

@@ -75,7 +75,7 @@ class KVCaches:
     keys: tuple[torch.Tensor, ...]  # by AttentionLayer.index: [num_blocks * B/b, b, num_kv_heads, head_dim]
     values: tuple[torch.Tensor, ...]  # likewise
     group_of_layer: tuple[int, ...]  # by AttentionLayer.index
-    storages: tuple[torch.Tensor, ...] = ()  # what was allocated, each once: [num_blocks, 2, …]
+    storages: tuple[torch.Tensor, ...] = ()  # what was allocated, each once: [num_blocks, …], keys and values apart
 
 
 class KVCacheManager(abc.ABC):

@@ -118,7 +118,7 @@ class Network(abc.ABC):
 
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and buffers by name."""
+        """What `load_weights` fills, each tensor once; buffers that are computed (rope tables) are not among it."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

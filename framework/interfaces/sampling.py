@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from workerkit.framework.interfaces.batch import InputBatch
@@ -22,6 +23,7 @@ class SamplingContext:
 
     slots: torch.Tensor  # [N] int64, stable slot of each logits row
     positions: torch.Tensor  # [N] int64, position of the token that produced the row
+    host_slots: np.ndarray  # [num_reqs] int64, slots of the batch on the host: to see without a sync who needs a stage
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -49,10 +51,6 @@ class SamplerStage(SlotPart):
     @abc.abstractmethod
     def apply(self, logits: torch.Tensor, context: SamplingContext) -> torch.Tensor:
         """float32 [N, V] -> [N, V]; may work in place. A row whose request does not use the stage is left as it is."""
-
-    @abc.abstractmethod
-    def defaults(self) -> Mapping[str, float | int]:
-        """SamplingParams fields that the stage reads, with the value that a request gets which leaves them unset."""
 
 
 class Sampler(SlotPart):

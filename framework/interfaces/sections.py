@@ -42,6 +42,9 @@ class LimitsSection:
     max_num_batched_tokens: int = attrs.field(
         default=512, validator=validators.ge(1), metadata={"doc": "token budget of one step (T)"}
     )
+    num_speculative_tokens: int = attrs.field(
+        default=0, validator=validators.ge(0), metadata={"doc": "drafts that the speculator may propose a request (K)"}
+    )
     seed: int = attrs.field(default=0, validator=validators.ge(0), metadata={"doc": "seed of random weights"})
 
 

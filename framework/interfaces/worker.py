@@ -22,7 +22,7 @@ class Worker(abc.ABC):
     """The life of a worker, in the order of its methods. One called out of order raises StageError."""
 
     @abc.abstractmethod
-    def init_device(self, local_rank: int = 0) -> None:
+    def init_device(self) -> None:
         """Open the device and join the process groups."""
 
     @abc.abstractmethod
@@ -31,7 +31,10 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def determine_available_memory(self) -> int:
-        """Bytes that the KV cache may take, found by profiling a step of the largest size (unless the config says)."""
+        """Bytes that the KV cache may take, found by profiling a step of the largest size.
+
+        `cache.memory_bytes` is returned as it is, and 0 when `cache.num_blocks` decides.
+        """
 
     @abc.abstractmethod
     def plan_kv_cache(self, available_bytes: int) -> KVLayout:
@@ -46,7 +49,7 @@ class Worker(abc.ABC):
         """Capture graphs and run a dummy step."""
 
     @abc.abstractmethod
-    def start(self, local_rank: int = 0) -> None:
+    def start(self) -> None:
         """All of the above in one call, for a worker that stands alone."""
 
     @property

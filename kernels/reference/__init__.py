@@ -1,0 +1,27 @@
+"""Plain torch versions of every op: the truth that faster libraries are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from workerkit.kernels.reference.activation import silu_and_mul
+from workerkit.kernels.reference.attention import decode_attention, paged_attention, prefill_attention
+from workerkit.kernels.reference.cache import reshape_and_cache
+from workerkit.kernels.reference.norm import fused_add_rms_norm, rms_norm
+from workerkit.kernels.reference.rope import rotary_embedding
+from workerkit.kernels.reference.sampling import apply_top_k_top_p, sample_from_probs, uniform_from_seed
+
+OPS: dict[str, Callable[..., Any]] = {
+    "rms_norm": rms_norm,
+    "fused_add_rms_norm": fused_add_rms_norm,
+    "rotary_embedding": rotary_embedding,
+    "silu_and_mul": silu_and_mul,
+    "reshape_and_cache": reshape_and_cache,
+    "paged_attention": paged_attention,
+    "decode_attention": decode_attention,
+    "prefill_attention": prefill_attention,
+    "apply_top_k_top_p": apply_top_k_top_p,
+    "uniform_from_seed": uniform_from_seed,
+    "sample_from_probs": sample_from_probs,
+}

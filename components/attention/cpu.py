@@ -1,0 +1,151 @@
+"""Attention on a CPU: all rows with one query in one call, the others one by one, planned once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from workerkit.framework.errors import UnsupportedError
+from workerkit.framework.interfaces.attention import AttentionBackend
+from workerkit.framework.interfaces.batch import InputBatch
+from workerkit.framework.interfaces.kernels import Kernels
+from workerkit.framework.interfaces.kv_cache import AttentionLayer, BatchTables, KVCaches
+from workerkit.framework.interfaces.model import Attend
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Decodes:
+    """The rows with one query."""
+
+    tokens: slice | torch.Tensor  # where their tokens are: a slice when they lead the batch, as they should
+    block_table: torch.Tensor  # [B, W] int64, only columns with keys that some row sees
+    mask: torch.Tensor  # [B, W * b] bool
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Prefill:
+    """One row with several queries."""
+
+    tokens: slice
+    block_ids: torch.Tensor  # [W] int64
+    seq_len: int
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _GroupPlan:
+    slots: torch.Tensor  # [num_tokens] int64
+    decodes: _Decodes | None
+    prefills: tuple[_Prefill, ...]
+
+
+class CpuAttention(AttentionBackend):
+    """`decode_attention` and `prefill_attention` over a plan made once a step for each KV-cache group, when its first layer asks.
+
+    It reads `batch.seq_lens` on the host: on a CPU that is the exact length, and waits for nothing.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def prepare(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
+        for layer in layers:
+            if layer.num_heads % layer.num_kv_heads:
+                raise UnsupportedError(
+                    f"{layer.name}: {layer.num_heads} heads are no multiple of {layer.num_kv_heads} key heads"
+                )
+
+    def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
+        kernels = self._kernels
+        num_tokens, padded = batch.num_tokens, batch.num_tokens_padded > batch.num_tokens
+        plans: dict[tuple[int, int | None], _GroupPlan] = {}
+
+        def plan_of(layer: AttentionLayer) -> _GroupPlan:
+            group = caches.group_of_layer[layer.index]
+            plan = plans.get((group, layer.sliding_window))
+            if plan is None:
+                plan = _plan(
+                    batch,
+                    tables.block_tables[group],
+                    tables.slot_mappings[group],
+                    caches.layout.kernel_block_size,
+                    layer.sliding_window,
+                )
+                plans[group, layer.sliding_window] = plan
+            return plan
+
+        def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            plan = plan_of(layer)
+            key_cache, value_cache = caches.keys[layer.index], caches.values[layer.index]
+            if padded:
+                key, value = key[:num_tokens], value[:num_tokens]
+            kernels.reshape_and_cache(key, value, key_cache, value_cache, plan.slots)
+            decodes = plan.decodes
+            if decodes is not None:
+                decoded = kernels.decode_attention(
+                    query[decodes.tokens], key_cache, value_cache, decodes.block_table, decodes.mask, layer.scale
+                )
+                if decoded.shape[0] == query.shape[0]:
+                    return decoded
+            output = torch.zeros_like(query) if padded else torch.empty_like(query)
+            if decodes is not None:
+                output[decodes.tokens] = decoded
+            for row in plan.prefills:
+                output[row.tokens] = kernels.prefill_attention(
+                    query[row.tokens],
+                    key_cache,
+                    value_cache,
+                    row.block_ids,
+                    row.seq_len,
+                    layer.scale,
+                    layer.sliding_window,
+                )
+            return output
+
+        return attend
+
+
+def _plan(
+    batch: InputBatch, block_table: torch.Tensor, slots: torch.Tensor, block_size: int, sliding_window: int | None
+) -> _GroupPlan:
+    starts = batch.query_start_loc_np[: batch.num_reqs + 1]
+    query_lens = np.diff(starts)
+    seq_lens = batch.seq_lens[: batch.num_reqs].long()
+    decode_rows = np.flatnonzero(query_lens == 1)
+    decodes = None
+    if len(decode_rows):
+        leading = decode_rows[-1] == len(decode_rows) - 1
+        rows = slice(0, len(decode_rows)) if leading else torch.from_numpy(decode_rows)
+        tokens = rows if leading else torch.from_numpy(starts[decode_rows].astype(np.int64))
+        columns, mask = _seen(block_table[rows], seq_lens[rows], block_size, sliding_window)
+        decodes = _Decodes(tokens=tokens, block_table=columns, mask=mask)
+    host_seq_lens = seq_lens.tolist()
+    prefills = tuple(
+        _Prefill(
+            tokens=slice(int(starts[row]), int(starts[row + 1])),
+            block_ids=block_table[row, : -(-host_seq_lens[row] // block_size)].long(),
+            seq_len=host_seq_lens[row],
+        )
+        for row in np.flatnonzero(query_lens > 1)
+    )
+    return _GroupPlan(slots=slots[: batch.num_tokens].long(), decodes=decodes, prefills=prefills)
+
+
+def _seen(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int, sliding_window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns of each row that hold keys its last position sees, [B, W] int64, and which keys it sees, [B, W * b].
+
+    W is the largest number of columns that a row needs; with a sliding window each row starts at its own column.
+    """
+    last = (seq_lens - 1).clamp(min=0)
+    first = torch.zeros_like(last) if sliding_window is None else (last - sliding_window + 1).clamp(min=0)
+    first_column = first // block_size
+    width = int((last // block_size - first_column).max()) + 1
+    columns = first_column[:, None] + torch.arange(width)
+    positions = (columns[:, :, None] * block_size + torch.arange(block_size)).flatten(1)
+    mask = (positions >= first[:, None]) & (positions < seq_lens[:, None])
+    return block_table.long().gather(1, columns.clamp(max=block_table.shape[1] - 1)), mask

@@ -1,0 +1,142 @@
+"""V2's block tables: on the device by stable slot, written through staged writes, gathered through idx_mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from workerkit.components.block_table.group import check_blocks, check_covered, compute_slot_mapping, groups_of
+from workerkit.components.buffers.upload import upload
+from workerkit.framework.errors import IntegrityError
+from workerkit.framework.interfaces.batch import InputBatch
+from workerkit.framework.interfaces.device import DeviceContext
+from workerkit.framework.interfaces.kv_cache import (
+    NULL_BLOCK_ID,
+    BatchTables,
+    BlockTableWrites,
+    KVLayout,
+    SlotBlockTables,
+)
+from workerkit.framework.interfaces.runner import WorkerShape
+
+Write = tuple[int, int, np.ndarray]  # slot, column where the row is cut off, kernel blocks that follow
+
+
+class AscendBlockTables(SlotBlockTables):
+    """The host keeps counts only; `apply` and `gather`, on the stream, have counts of their own, one step behind.
+
+    Beyond a slot's count its table always reads as the null block.
+    """
+
+    def __init__(self, shape: WorkerShape, context: DeviceContext, layout: KVLayout) -> None:
+        self._shape = shape
+        self._device = context.device
+        self._kernel_block_size = layout.kernel_block_size
+        self._groups = groups_of(shape, layout)
+        rows = shape.max_num_reqs
+        self._counts = np.zeros((len(self._groups), rows), np.int32)  # kernel blocks, as of the last staged write
+        self._applied = np.zeros_like(self._counts)  # as of the last write applied
+        self._staged: list[list[Write]] = [[] for _ in self._groups]
+
+        def tables() -> list[torch.Tensor]:
+            return [torch.zeros(rows, group.width, dtype=torch.int32, device=context.device) for group in self._groups]
+
+        self._tables = tables()  # by slot
+        self._input_tables = tables()  # by batch row, at an address that never changes
+        self._slot_mappings = torch.empty(
+            len(self._groups), shape.max_num_batched_tokens, dtype=torch.int32, device=context.device
+        )
+
+    def add(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
+        check_blocks(self._groups, index, [0] * len(self._groups), block_ids)
+        self._counts[:, index] = 0
+        self._stage(index, block_ids)
+
+    def append(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
+        if not any(block_ids):
+            return
+        check_blocks(self._groups, index, self._counts[:, index].tolist(), block_ids)
+        self._stage(index, block_ids)
+
+    def clear(self, index: int) -> None:
+        self._counts[:, index] = 0
+        self._stage(index, [()] * len(self._groups))
+
+    def _stage(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
+        for group, ids in zip(self._groups, block_ids, strict=True):
+            contents, column = group.expand(ids), int(self._counts[group.group, index])
+            self._staged[group.group].append((index, column, contents))
+            self._counts[group.group, index] += len(contents)
+
+    def stage(self) -> BlockTableWrites:
+        writes = BlockTableWrites(groups=tuple(tuple(group) for group in self._staged))
+        self._staged = [[] for _ in self._groups]
+        return writes
+
+    def apply(self, writes: BlockTableWrites) -> None:
+        for group, (table, group_writes) in enumerate(zip(self._tables, writes.groups, strict=True)):
+            if group_writes:
+                self._apply(table, self._applied[group], group_writes)
+
+    def _apply(self, table: torch.Tensor, counts: np.ndarray, writes: tuple[Write, ...]) -> None:
+        """One scatter for all writes of a group."""
+        width = table.shape[1]
+        cells, values = [], []
+        for slot, column, contents in writes:
+            end = column + len(contents)
+            stale = max(int(counts[slot]) - end, 0)  # the former owner's
+            cells.append(slot * width + np.arange(column, end + stale))
+            values.append(np.concatenate([contents, np.full(stale, NULL_BLOCK_ID, np.int32)]))
+            counts[slot] = end
+        # A cell may be written twice, by `clear` and `add`; a scatter promises no order, so only the last one stays.
+        backwards = np.concatenate(cells)[::-1]
+        targets, latest = np.unique(backwards, return_index=True)
+        index, contents_on_device = upload(self._device, targets, np.concatenate(values)[::-1][latest])
+        table.view(-1)[index] = contents_on_device.int()
+
+    def apply_staged_writes(self) -> None:
+        self.apply(self.stage())
+
+    def gather(self, batch: InputBatch) -> BatchTables:
+        # A dummy batch reads no slot's table and writes no slots.
+        num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)
+        if not batch.is_dummy:
+            check_covered(batch.plan, list(self._applied[:, batch.plan.slots]), self._kernel_block_size)
+        block_tables = []
+        for table, rows, slot_mapping in zip(self._tables, self._input_tables, self._slot_mappings, strict=True):
+            rows[:num_rows] = table[batch.idx_mapping[:num_rows]]
+            rows[num_rows : batch.num_reqs_padded] = NULL_BLOCK_ID
+            block_tables.append(rows[: batch.num_reqs_padded])
+            compute_slot_mapping(
+                rows,
+                batch.token_rows[:num_tokens],
+                batch.positions[:num_tokens],
+                self._kernel_block_size,
+                self._shape.max_model_len,
+                slot_mapping,
+            )
+        slot_mappings = tuple(mapping[: batch.num_tokens_padded] for mapping in self._slot_mappings)
+        return BatchTables(block_tables=tuple(block_tables), slot_mappings=slot_mappings)
+
+    def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """Reads the device; what `stage` has handed out must have been applied."""
+        result = []
+        for group, table in enumerate(self._tables):
+            row = table[index].cpu().numpy().copy()
+            for slot, column, contents in self._staged[group]:
+                if slot == index:
+                    row[column : column + len(contents)] = contents
+            result.append(tuple(row[: self._counts[group, index]].tolist()))
+        return tuple(result)
+
+    def check_integrity(self, live: Sequence[int]) -> None:
+        """Reads the device; to be called when the stream is idle."""
+        for group, table in enumerate(self._tables):
+            held = np.arange(table.shape[1]) < self._applied[group][:, None]
+            if not np.array_equal(table.cpu().numpy() != NULL_BLOCK_ID, held):
+                raise IntegrityError(f"group {group}: a slot's blocks are not as many as it counts")
+            leaked = set(np.flatnonzero(self._counts[group]).tolist()) - set(live)
+            if leaked:
+                raise IntegrityError(f"group {group}: slots {sorted(leaked)} hold blocks of no request")

@@ -1,0 +1,131 @@
+"""V1's block tables: numpy rows on the host, copied to the device each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from workerkit.components.block_table.group import (
+    GroupRows,
+    check_blocks,
+    check_covered,
+    compute_slot_mapping,
+    groups_of,
+)
+from workerkit.framework.errors import IntegrityError
+from workerkit.framework.interfaces.batch import InputBatch
+from workerkit.framework.interfaces.device import DeviceContext
+from workerkit.framework.interfaces.kv_cache import NULL_BLOCK_ID, BatchTables, KVLayout, RowBlockTables
+from workerkit.framework.interfaces.runner import WorkerShape
+
+
+class BlockTable:
+    """The table of one group."""
+
+    def __init__(self, rows: GroupRows, shape: WorkerShape, device: torch.device) -> None:
+        self.rows = rows
+        self.np = np.full((shape.max_num_reqs, rows.width), NULL_BLOCK_ID, np.int32)
+        self.num_blocks_per_row = np.zeros(shape.max_num_reqs, np.int32)  # kernel blocks
+        self._host = torch.from_numpy(self.np)
+        self.gpu = torch.zeros_like(self._host, device=device)
+        self.slot_mapping = torch.empty(shape.max_num_batched_tokens, dtype=torch.int32, device=device)
+
+    def append_row(self, row: int, block_ids: Sequence[int]) -> None:
+        """Behind what the row holds."""
+        ids, start = self.rows.expand(block_ids), self.num_blocks_per_row[row]
+        self.np[row, start : start + len(ids)] = ids
+        self.num_blocks_per_row[row] += len(ids)
+
+    def clear_row(self, row: int) -> None:
+        """Nothing of the former owner stays."""
+        self.np[row] = NULL_BLOCK_ID
+        self.num_blocks_per_row[row] = 0
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy a row over another and clear the source."""
+        self.np[target] = self.np[source]
+        self.num_blocks_per_row[target] = self.num_blocks_per_row[source]
+        self.clear_row(source)
+
+    def swap_row(self, first: int, second: int) -> None:
+        """Exchange two rows; indexing with lists copies, so that neither overwrites the other."""
+        self.np[[first, second]] = self.np[[second, first]]
+        self.num_blocks_per_row[[first, second]] = self.num_blocks_per_row[[second, first]]
+
+    def commit(self, num_rows: int, num_rows_padded: int) -> torch.Tensor:
+        """The device's copy of the first rows, with null rows up to the padded number."""
+        self.gpu[:num_rows].copy_(self._host[:num_rows])
+        self.gpu[num_rows:num_rows_padded] = NULL_BLOCK_ID
+        return self.gpu[:num_rows_padded]
+
+
+class MultiGroupBlockTable(RowBlockTables):
+    """One BlockTable a group, moved together."""
+
+    def __init__(self, shape: WorkerShape, context: DeviceContext, layout: KVLayout) -> None:
+        self._shape = shape
+        self._kernel_block_size = layout.kernel_block_size
+        self._groups = groups_of(shape, layout)
+        self.tables = tuple(BlockTable(rows, shape, context.device) for rows in self._groups)
+
+    def add(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
+        check_blocks(self._groups, index, [0] * len(self._groups), block_ids)
+        for table, ids in zip(self.tables, block_ids, strict=True):
+            table.clear_row(index)
+            table.append_row(index, ids)
+
+    def append(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
+        if not block_ids:
+            return
+        held = [int(table.num_blocks_per_row[index]) for table in self.tables]
+        check_blocks(self._groups, index, held, block_ids)
+        for table, ids in zip(self.tables, block_ids, strict=True):
+            table.append_row(index, ids)
+
+    def clear(self, index: int) -> None:
+        for table in self.tables:
+            table.clear_row(index)
+
+    def move_row(self, source: int, target: int) -> None:
+        for table in self.tables:
+            table.move_row(source, target)
+
+    def swap_row(self, first: int, second: int) -> None:
+        for table in self.tables:
+            table.swap_row(first, second)
+
+    def apply_staged_writes(self) -> None:
+        """Nothing is staged: `gather` copies the rows whole, because the order of rows may change in any step."""
+
+    def gather(self, batch: InputBatch) -> BatchTables:
+        # A dummy batch owns no rows and writes no slots; the rows of live requests stay on the host.
+        num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)
+        if not batch.is_dummy:
+            counts = [table.num_blocks_per_row[:num_rows] for table in self.tables]
+            check_covered(batch.plan, counts, self._kernel_block_size)
+        block_tables = tuple(table.commit(num_rows, batch.num_reqs_padded) for table in self.tables)
+        for table, rows in zip(self.tables, block_tables, strict=True):
+            compute_slot_mapping(
+                rows,
+                batch.token_rows[:num_tokens],
+                batch.positions[:num_tokens],
+                self._kernel_block_size,
+                self._shape.max_model_len,
+                table.slot_mapping,
+            )
+        slot_mappings = tuple(table.slot_mapping[: batch.num_tokens_padded] for table in self.tables)
+        return BatchTables(block_tables=block_tables, slot_mappings=slot_mappings)
+
+    def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(table.np[index, : table.num_blocks_per_row[index]].tolist()) for table in self.tables)
+
+    def check_integrity(self, live: Sequence[int]) -> None:
+        for table in self.tables:
+            held = np.arange(table.rows.width) < table.num_blocks_per_row[:, None]
+            if not np.array_equal(table.np != NULL_BLOCK_ID, held):
+                raise IntegrityError(f"group {table.rows.group}: a row's blocks are not as many as it counts")
+            leaked = set(np.flatnonzero(table.num_blocks_per_row).tolist()) - set(live)
+            if leaked:
+                raise IntegrityError(f"group {table.rows.group}: rows {sorted(leaked)} hold blocks of no request")

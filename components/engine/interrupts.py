@@ -1,0 +1,32 @@
+"""Ctrl-C and steps: an interrupt in the middle of a step would leave scheduler and worker at odds."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Hold Ctrl-C back until the block ends; a second one gets through at once. In the main thread only."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[FrameType | None] = []
+
+    def catch(signum: int, frame: FrameType | None) -> None:
+        caught.append(frame)
+        if len(caught) > 1:
+            handler(signum, frame)
+
+    signal.signal(signal.SIGINT, catch)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(caught) == 1:
+            handler(signal.SIGINT, caught[0])

@@ -1,0 +1,236 @@
+"""GGUF files of the families that the native decoder knows, dequantised to Hugging Face's names and layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from workerkit.components.loader.hf_config import FAMILIES, model_config
+from workerkit.framework.errors import ModelError, WeightError, did_you_mean
+from workerkit.framework.interfaces.model import ModelConfig, ModelLoader
+from workerkit.framework.interfaces.sections import ModelSection
+from workerkit.framework.interfaces.store import GGUFHeader, GGUFTensor, ModelStore
+
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral is `llama` with a sliding window
+_GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FREQS = "rope_freqs.weight"  # llama3's frequency factors: part of the config, not of the weights
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+class GGUFLoader(ModelLoader):
+    """Metadata to config; tensors renamed, dequantised to float32 (F16 and BF16 stay) and put in Hugging Face's order."""
+
+    def __init__(self, section: ModelSection, files: ModelStore) -> None:
+        self._section = section
+        self._files = files
+
+    def read_config(self) -> ModelConfig:
+        return _read_config(self._header())
+
+    def weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        header = self._header()
+        names = _hf_names(header)
+        _check_types(header, names)
+        return _read(header, names, config)
+
+    def count(self) -> int:
+        return len(_hf_names(self._header()))
+
+    def _header(self) -> GGUFHeader:
+        path = self._files.resolve(self._section.source)
+        if not path.is_file():
+            raise ModelError(f"{path} is a folder; a GGUF model is given by its file")
+        return self._files.read_gguf(path)
+
+
+def _read_config(header: GGUFHeader) -> ModelConfig:
+    metadata, path = header.metadata, header.path
+    arch = metadata.get("general.architecture")
+    if arch not in _ARCHITECTURES:
+        raise ModelError(f"{path}: GGUF architecture {arch!r} is not supported; {did_you_mean(str(arch), _ARCHITECTURES)}")
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError(f"{path} is one of {metadata['split.count']} parts; merge them first (llama-gguf-split --merge)")
+
+    def key(name: str) -> Any:
+        return metadata.get(f"{arch}.{name}")
+
+    heads, head_dim = key("attention.head_count"), key("attention.key_length")
+    if head_dim != key("attention.value_length"):
+        raise ModelError(f"{path}: {arch}.attention.key_length and value_length differ, which is not supported")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    raw = {
+        "architectures": [FAMILIES["mistral" if key("attention.sliding_window") and arch == "llama" else arch]],
+        "vocab_size": len(tokens) if tokens else key("vocab_size"),
+        "hidden_size": key("embedding_length"),
+        "intermediate_size": key("feed_forward_length"),
+        "num_hidden_layers": key("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": key("attention.head_count_kv"),
+        # the format's default, also for Qwen3
+        "head_dim": head_dim or (key("embedding_length") or 0) // (heads or 1),
+        "max_position_embeddings": key("context_length"),
+        "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
+        "rope_theta": key("rope.freq_base"),
+        "sliding_window": key("attention.sliding_window"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": [
+            metadata[name]
+            for name in (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+            if name in metadata
+        ],
+    }
+    if key("rope.dimension_count") not in (None, raw["head_dim"]):
+        raise ModelError(
+            f"{path}: {arch}.rope.dimension_count {key('rope.dimension_count')} is not the head dimension {raw['head_dim']}: "
+            "partial rotation is not supported in GGUF files"
+        )
+    raw["rope_scaling"] = _rope_scaling(header, {name: key(name) for name in _ROPE_KEYS}, raw)
+    first = header.tensors.get("blk.0.attn_q.weight")
+    return attrs.evolve(
+        model_config(raw, {}, str(path)),
+        qkv_bias="blk.0.attn_q.bias" in header.tensors,
+        o_bias="blk.0.attn_output.bias" in header.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in header.tensors,
+        dtype=str(_FLOATS.get(first.type_name if first else "", torch.float32)).removeprefix("torch."),
+    )
+
+
+_ROPE_KEYS = (
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
+
+
+def _rope_scaling(header: GGUFHeader, keys: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = keys["rope.scaling.type"] or ("linear" if keys["rope.scale_linear"] not in (None, 0.0, 1.0) else "none")
+    if _ROPE_FREQS in header.tensors:
+        if kind != "none":
+            raise ModelError(f"{header.path}: {_ROPE_FREQS} together with rope.scaling.type {kind!r} is not supported")
+        return _llama3_scaling(header, raw)
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{header.path}: rope.scaling.type {kind!r} is not supported; none, linear and yarn are")
+    factor = keys["rope.scaling.factor"] or keys["rope.scale_linear"]
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    odd = {
+        name: keys[name]
+        for name in _ROPE_KEYS
+        if name.endswith(("attn_factor", "ext_factor", "log_multiplier")) and keys[name] not in (None, 0.0, 1.0)
+    }
+    if odd:
+        raise ModelError(f"{header.path}: yarn rope with {odd} is not supported")
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys["rope.scaling.original_context_length"],
+        "beta_fast": keys["rope.scaling.yarn_beta_fast"],
+        "beta_slow": keys["rope.scaling.yarn_beta_slow"],
+    }
+
+
+def _llama3_scaling(header: GGUFHeader, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The file holds the resulting factors only; every Llama 3 model has them from these constants, which is checked."""
+    found = _dequantised(header, header.tensors[_ROPE_FREQS]).double()
+    scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    dim = raw["head_dim"]
+    wavelen = 2 * math.pi * (raw["rope_theta"] or 10000.0) ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    smooth = ((8192 / wavelen - 1.0) / 3.0).clamp(0.0, 1.0)
+    expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-3):
+        raise ModelError(f"{header.path}: the factors in {_ROPE_FREQS} are not those of Llama 3, which is not supported")
+    return scaling
+
+
+def _hf_names(header: GGUFHeader) -> dict[str, str]:
+    """GGUF name -> Hugging Face name."""
+    names: dict[str, str] = {}
+    unknown: list[str] = []
+    for name in header.tensors:
+        stem, _, kind = name.rpartition(".")  # kind: weight or bias
+        block, _, part = stem.removeprefix("blk.").partition(".")
+        if stem in _GLOBAL_NAMES:
+            names[name] = f"{_GLOBAL_NAMES[stem]}.{kind}"
+        elif stem.startswith("blk.") and block.isdigit() and part in _LAYER_NAMES:
+            names[name] = f"model.layers.{block}.{_LAYER_NAMES[part]}.{kind}"
+        elif name != _ROPE_FREQS:
+            unknown.append(name)
+    if unknown:
+        raise WeightError(f"{header.path}: tensors that no known model has: {', '.join(sorted(unknown))}")
+    return names
+
+
+def _check_types(header: GGUFHeader, names: Mapping[str, str]) -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    first = {header.tensors[name].type_name: name for name in reversed(names)}
+    for kind, name in first.items():
+        if kind in _FLOATS:
+            continue
+        quantisation = GGMLQuantizationType[kind]
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[quantisation][1]), np.uint8), quantisation)
+        except NotImplementedError as error:
+            raise WeightError(f"{header.path}: tensor {name} is stored as {kind}, which cannot be dequantised") from error
+
+
+def _read(header: GGUFHeader, names: Mapping[str, str], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    # the converter of `llama` interleaves the two halves that a head's rotation pairs; Qwen's are left alone
+    permuted = header.metadata["general.architecture"] == "llama"
+    for name, hf_name in names.items():
+        tensor = _dequantised(header, header.tensors[name])
+        if permuted and ".self_attn.q_proj." in hf_name:
+            tensor = _halves_apart(tensor, config.num_attention_heads)
+        elif permuted and ".self_attn.k_proj." in hf_name:
+            tensor = _halves_apart(tensor, config.num_key_value_heads)
+        yield hf_name, tensor
+
+
+def _halves_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of each head from (0, d/2, 1, d/2+1, …) back to (0, 1, …, d/2, d/2+1, …)."""
+    if tensor.shape[0] % (2 * num_heads):
+        return tensor  # the network refuses the shape, by name
+    pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _dequantised(header: GGUFHeader, tensor: GGUFTensor) -> torch.Tensor:
+    from gguf import GGMLQuantizationType, dequantize
+
+    try:
+        data = np.fromfile(header.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+    except OSError as error:
+        raise WeightError(f"{header.path}: tensor {tensor.name} cannot be read: {error}") from error
+    if tensor.type_name in _FLOATS:
+        return torch.from_numpy(data).view(_FLOATS[tensor.type_name]).reshape(tensor.shape)
+    rows = data.reshape(*tensor.shape[:-1], -1)
+    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[tensor.type_name]).reshape(tensor.shape))

@@ -1,0 +1,261 @@
+"""Hugging Face's config.json (and generation_config.json) to a ModelConfig, in the spellings of transformers 4 and 5.
+
+The four families that the native decoder knows are checked strictly; an architecture of a plugin is only required to have
+the fields every decoder has, and finds the rest in `ModelConfig.raw`.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from workerkit.framework.errors import ModelError
+from workerkit.framework.interfaces.model import ModelConfig, RopeConfig
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+_ACTIVATIONS = ("silu", "swish")  # two names of one function
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+_MISSING = object()
+
+
+class _Fields:
+    """Typed access to a JSON object that collects every problem instead of stopping at the first."""
+
+    def __init__(self, values: Mapping[str, Any], problems: list[str], path: str = "") -> None:
+        self._values = values
+        self._problems = problems
+        self._path = path
+
+    def problem(self, name: str, text: str) -> None:
+        self._problems.append(f"{self._path}{name}: {text}")
+
+    def integer(self, name: str, default: Any = _MISSING, minimum: int = 1) -> Any:
+        """An int >= minimum; null counts as absent, and absent as the default (a problem when there is none)."""
+        value = self._present(name, default)
+        if value is default or (type(value) is int and value >= minimum):
+            return value
+        self.problem(name, f"must be an integer >= {minimum}, not {value!r}")
+        return minimum
+
+    def number(self, name: str, default: Any = _MISSING, minimum: float = 0.0) -> Any:
+        """A finite float > minimum; null counts as absent."""
+        value = self._present(name, default)
+        if value is default:
+            return value
+        if type(value) in (int, float) and minimum < value < float("inf"):
+            return float(value)
+        self.problem(name, f"must be a number > {minimum:g}, not {value!r}")
+        return 1.0
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._present(name, default)
+        if type(value) is not bool:
+            self.problem(name, f"must be true or false, not {value!r}")
+        return bool(value)
+
+    def choice(self, name: str, known: tuple[str, ...], default: str) -> str:
+        value = self._present(name, default)
+        if value not in known:
+            self.problem(name, f"{value!r} is not supported; {', '.join(known)} are")
+        return str(value)
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        value = self._values.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(item) is not int or item < 0 for item in ids):
+            self.problem(name, f"must be a token id or a list of them, not {value!r}")
+            return ()
+        return tuple(ids)
+
+    def _present(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            self.problem(name, "is missing")
+            return 1  # stands in until the problems are raised
+        return default
+
+
+def read_hf_config(folder: pathlib.Path) -> ModelConfig:
+    """The config of a checkpoint folder. Raises ModelError with all problems of the file at once."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json: a model folder needs one beside its safetensors files")
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    return model_config(read_json(path), generation, str(path))
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelError naming the file."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelConfig:
+    """`source` is the file's name for messages; end-of-sequence ids of both files count."""
+    problems: list[str] = []
+    fields = _Fields(raw, problems)
+    architecture = _architecture(raw, problems)
+    family = next((name for name, known in FAMILIES.items() if known == architecture), None)
+
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", default=None)
+    if num_kv_heads is None:  # before grouped queries the field did not exist
+        num_kv_heads = num_heads
+    hidden_size = fields.integer("hidden_size")
+    num_layers = fields.integer("num_hidden_layers")
+    head_dim = fields.integer("head_dim", default=None)
+    if head_dim is None:
+        if hidden_size % num_heads:
+            fields.problem("head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads")
+        # transformers' Qwen3 is the one family with a fixed default
+        head_dim = 128 if family == "qwen3" else max(1, hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        fields.problem("num_key_value_heads", f"{num_kv_heads} must divide num_attention_heads {num_heads}")
+    max_position = fields.integer("max_position_embeddings")
+    if family and raw.get("quantization_config") is not None:
+        fields.problem("quantization_config", "is not supported; use a checkpoint of plain weights, or a GGUF file")
+    hidden_act = fields.choice("hidden_act", _ACTIVATIONS, "silu") if family else str(raw.get("hidden_act", "silu"))
+    attention_bias = fields.flag("attention_bias", False) if family in ("llama", "qwen3") else False
+    dtype_field = "dtype" if raw.get("dtype") is not None else "torch_dtype"
+    dtype = str(raw.get(dtype_field) or "float32").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        fields.problem(dtype_field, f"{raw[dtype_field]!r} is not supported; {', '.join(_DTYPES)} are")
+    eos = fields.token_ids("eos_token_id") + _Fields(generation, problems, "generation_config.").token_ids("eos_token_id")
+    bos = fields.token_ids("bos_token_id")
+
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=max_position,
+        rope=_rope(raw, problems, head_dim, max_position, strict=family is not None),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
+        qk_norm=family == "qwen3",
+        hidden_act="silu" if hidden_act == "swish" else hidden_act,
+        sliding_windows=_sliding_windows(raw, fields, family, num_layers),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        dtype=dtype,
+        raw=dict(raw),
+    )
+    if problems:
+        raise ModelError("\n  - ".join([f"{source} ({architecture}) is not understood:", *problems]))
+    return config
+
+
+def _architecture(raw: Mapping[str, Any], problems: list[str]) -> str:
+    names = raw.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    model_type = raw.get("model_type")
+    if model_type in FAMILIES:  # transformers writes `architectures` only when it saves a model
+        return FAMILIES[model_type]
+    problems.append(f"architectures: must be a list with one name, e.g. ['LlamaForCausalLM'], not {names!r}")
+    return "unknown architecture"
+
+
+def _sliding_windows(
+    raw: Mapping[str, Any], fields: _Fields, family: str | None, num_layers: int
+) -> tuple[int | None, ...]:
+    if family == "mistral":
+        # absent means 4096 there, null means none: transformers' default is not null
+        window = fields.integer("sliding_window", default=None) if "sliding_window" in raw else 4096
+        return () if window is None else (window,) * num_layers
+    if family not in ("qwen2", "qwen3") or not fields.flag("use_sliding_window", False):
+        return ()
+    window = fields.integer("sliding_window", default=None) if "sliding_window" in raw else 4096
+    if window is None:
+        return ()
+    types = raw.get("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", default=28, minimum=0)
+        types = ["full_attention"] * min(first, num_layers) + ["sliding_attention"] * (num_layers - first)
+    if not isinstance(types, list) or set(types) - {"full_attention", "sliding_attention"} or len(types) != num_layers:
+        fields.problem(
+            "layer_types", f"must be {num_layers} times full_attention or sliding_attention, one a layer, not {types!r}"
+        )
+        return ()
+    windows = tuple(window if kind == "sliding_attention" else None for kind in types)
+    return windows if any(windows) else ()
+
+
+def _rope(
+    raw: Mapping[str, Any], problems: list[str], head_dim: int, max_position: int, strict: bool
+) -> RopeConfig:
+    """Old: `rope_theta` beside `rope_scaling`; new: all in `rope_parameters`. The old dictionary wins, as in transformers."""
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    values = raw.get(name) or {}
+    if not isinstance(values, Mapping):
+        problems.append(f"{name}: must be an object, not {values!r}")
+        values = {}
+    top = _Fields(raw, problems)
+    inner = _Fields(values, problems, f"{name}.")
+    kind = values.get("rope_type", values.get("type")) or "default"  # `type` is the older name
+    if kind not in _ROPE_TYPES:
+        if strict:
+            problems.append(f"{name}.rope_type: {kind!r} is not supported; {', '.join(_ROPE_TYPES)} are")
+        return RopeConfig(rope_type=str(kind), rotary_dim=head_dim, original_max_position=max_position)
+    theta = inner.number("rope_theta", default=None)
+    partial = inner.number("partial_rotary_factor", default=None) or top.number("partial_rotary_factor", default=1.0)
+    rotary_dim = int(head_dim * partial)
+    if strict and (rotary_dim % 2 or not 2 <= rotary_dim <= head_dim):
+        problems.append(f"{name}: rotary dimension {rotary_dim} of head_dim {head_dim} must be even and in 2..{head_dim}")
+    original = max_position
+    if kind in ("yarn", "llama3"):  # `dynamic` starts from max_position_embeddings whatever else is given
+        original = top.integer("original_max_position_embeddings", default=None) or inner.integer(
+            "original_max_position_embeddings", default=max_position
+        )
+    low, high = 1.0, 4.0
+    if kind == "llama3":
+        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+        if high <= low:
+            problems.append(f"{name}.high_freq_factor: {high:g} must be greater than low_freq_factor {low:g}")
+    factor = 1.0
+    if kind == "yarn" and values.get("factor") is None and original < max_position:
+        factor = max_position / original
+    elif kind != "default":
+        factor = inner.number("factor")
+        if factor < 1.0:
+            problems.append(f"{name}.factor: must be >= 1, not {factor:g}")
+    is_yarn = kind == "yarn"
+    return RopeConfig(
+        rope_type=kind,
+        theta=theta if theta is not None else top.number("rope_theta", default=10000.0),
+        rotary_dim=rotary_dim,
+        factor=factor,
+        original_max_position=original,
+        attention_factor=inner.number("attention_factor", default=None) if is_yarn else None,
+        # 0 is written for "not used"
+        mscale=inner.number("mscale", default=None) if is_yarn and values.get("mscale") else None,
+        mscale_all_dim=inner.number("mscale_all_dim", default=None) if is_yarn and values.get("mscale_all_dim") else None,
+        beta_fast=inner.number("beta_fast", default=32.0) if is_yarn else 32.0,
+        beta_slow=inner.number("beta_slow", default=1.0) if is_yarn else 1.0,
+        truncate=inner.flag("truncate", True) if is_yarn else True,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )

@@ -1,0 +1,250 @@
+"""What a step does between the runner's own bookkeeping: the same phases, in the same order, for V1 and V2."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from workerkit.framework.errors import ModelError, RequestError, UnsupportedError, did_you_mean
+from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, InputBatchBuilder, RequestStates
+from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape
+from workerkit.framework.interfaces.kv_cache import BatchTables, BlockTables, KVCaches
+from workerkit.framework.interfaces.model import LoadedModel, ModelInputs, ModelOutput
+from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
+from workerkit.framework.interfaces.runner import RunnerParts, WorkerShape
+from workerkit.framework.interfaces.sampling import DraftInputs, SamplerOutput, SlotPart
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ExecuteModelState:
+    """Handed from `execute_model` to `sample_tokens`, which consumes it exactly once."""
+
+    batch: InputBatch  # the global batch
+    tables: BatchTables
+    output: ModelOutput
+
+
+class StepPhases:
+    """Forward, sampling and proposing over the parts of a runner. All of it runs on the device's stream."""
+
+    def __init__(
+        self,
+        parts: RunnerParts,
+        shape: WorkerShape,
+        loaded: LoadedModel,
+        caches: KVCaches,
+        batches: InputBatchBuilder,
+        tables: BlockTables,
+    ) -> None:
+        self._parts = parts
+        self._network = loaded.network
+        self._caches = caches
+        self._batches = batches
+        self._tables = tables
+        self._taps = self._wanted_taps()
+        self.slot_parts: tuple[SlotPart, ...] = (
+            parts.model_state,
+            parts.sampler,
+            parts.rejection,
+            parts.grammar,
+            parts.speculator,
+            parts.lora,
+            parts.encoder,
+        )
+        if parts.speculator.num_speculative_tokens > shape.num_speculative_tokens:
+            raise UnsupportedError(
+                f"components.speculator proposes {parts.speculator.num_speculative_tokens} drafts a request, "
+                f"limits.num_speculative_tokens allows {shape.num_speculative_tokens}"
+            )
+        parts.kv_connector.register(caches)
+        parts.eplb.prepare_load(loaded)
+
+    def _wanted_taps(self) -> tuple[str, ...]:
+        wanted = {name for part in (self._parts.speculator, *self._parts.observers) for name in part.taps}
+        if unknown := sorted(wanted - set(self._network.tap_points)):
+            hint = did_you_mean(unknown[0], self._network.tap_points)
+            raise ModelError(f"the model has no tap point {unknown[0]!r}; {hint}")
+        return tuple(sorted(wanted))
+
+    def descriptor(self, plan: BatchPlan) -> BatchDescriptor:
+        """The shape to build for, the same on all ranks."""
+        lens = plan.num_scheduled_tokens
+        uniform = int(lens[0]) if (lens == lens[0]).all() else None
+        shape = BatchShape(num_tokens=plan.num_tokens, num_reqs=plan.num_reqs, uniform_query_len=uniform)
+        return self._parts.parallel.agree(self._parts.graph.dispatch(self._parts.pcp.local_shape(shape)))
+
+    @torch.inference_mode()
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        """New blocks are zeroed, then blocks are copied."""
+        if output.blocks_to_zero:
+            self._parts.kv_cache.zero_blocks(self._caches, output.blocks_to_zero)
+        if output.block_copies:
+            self._parts.kv_cache.copy_blocks(self._caches, output.block_copies)
+
+    @torch.inference_mode()
+    def forward(self, plan: BatchPlan, desc: BatchDescriptor) -> ExecuteModelState:
+        """Build the batch and run the model."""
+        return self._forward(self._batches.build(plan, desc), desc)
+
+    @torch.inference_mode()
+    def dummy(self, num_tokens: int, num_reqs: int) -> None:
+        """A made-up step, sampling included; joins every collective, fires no hook and moves no KV."""
+        parts = self._parts
+        shape = BatchShape(num_tokens=num_tokens, num_reqs=num_reqs)
+        desc = parts.parallel.agree(parts.graph.dispatch(parts.pcp.local_shape(shape)))
+        state = self._forward(self._batches.dummy(num_tokens, num_reqs, desc), desc)
+        if parts.pipeline.is_last:
+            output = parts.pcp.restore(state.output, state.batch)
+            logits = self._network.compute_logits(output.hidden[state.batch.logits_indices])
+            parts.sampler.draw(parts.sampler.process(logits, state.batch), state.batch)
+        parts.eplb.step(is_dummy=True)
+
+    def _forward(self, batch: InputBatch, desc: BatchDescriptor) -> ExecuteModelState:
+        parts = self._parts
+        real = not batch.is_dummy
+        tables = parts.dcp.localize(batch, self._tables.gather(batch))
+        local, local_tables = parts.pcp.partition(batch, tables, desc)
+        if real:
+            parts.model_state.preprocess(local)
+        attend = parts.attention.build(local, local_tables, self._caches, parts.model_state.extras(local))
+        parts.lora.activate(local)
+        embeds = parts.encoder.embed(local)
+        parts.eplb.prepare_forward(local.num_tokens, bool(local.plan.is_prefilling.any()))
+        received = parts.pipeline.receive(local)
+        if real:
+            parts.kv_connector.start_load(local)
+            parts.hooks.batch_prepared(local)
+        inputs = ModelInputs(
+            input_ids=local.input_ids,
+            positions=local.positions,
+            rope_lens=local.rope_lens,
+            attend=attend,
+            inputs_embeds=embeds if received is None else received,
+            taps=self._taps,
+        )
+        output = parts.graph.run(desc, self._network.forward, inputs)
+        if real:
+            parts.hooks.forward_finished(local, output)
+            parts.kv_connector.wait_saved()
+        if not parts.pipeline.is_last:
+            parts.pipeline.send(output)
+        return ExecuteModelState(batch=batch, tables=tables, output=output)
+
+    @torch.inference_mode()
+    def sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> SamplerOutput:
+        """Tokens of each row; none for rows whose prefill goes on."""
+        parts, batch = self._parts, state.batch
+        if not parts.pipeline.is_last:
+            return parts.pipeline.receive_sampled(batch)
+        output = parts.pcp.restore(state.output, batch)
+        logits = self._network.compute_logits(output.hidden[batch.logits_indices])
+        if grammar is not None:
+            logits = parts.grammar.apply(logits, batch, grammar)
+        logits = parts.sampler.process(logits, batch)
+        partial = torch.from_numpy(batch.plan.is_partial).to(logits.device, non_blocking=True)
+        if batch.num_logits > batch.num_reqs:
+            verified = parts.rejection.verify(logits, batch, parts.sampler)
+            sampled = SamplerOutput(
+                token_ids=verified.token_ids,
+                num_sampled=verified.num_sampled.masked_fill(partial, 0),
+                num_rejected=verified.num_rejected.masked_fill(partial, 0),
+            )
+        else:
+            sampled = SamplerOutput(
+                token_ids=parts.sampler.draw(logits, batch).unsqueeze(1),
+                num_sampled=(~partial).int(),
+                num_rejected=torch.zeros_like(partial, dtype=torch.int32),
+            )
+        parts.pipeline.broadcast(sampled)
+        return sampled
+
+    @torch.inference_mode()
+    def propose(self, state: ExecuteModelState, sampled: SamplerOutput) -> torch.Tensor | None:
+        """Drafts [num_reqs, K] for the next step, or None without a speculator."""
+        parts = self._parts
+        if parts.speculator.num_speculative_tokens == 0:
+            return None
+        last = (sampled.num_sampled.long() - 1).clamp(min=0).unsqueeze(1)
+        inputs = DraftInputs(
+            batch=state.batch,
+            tables=state.tables,
+            hidden=state.output.hidden,
+            taps=state.output.taps,
+            sampled=sampled,
+            last_sampled=sampled.token_ids.gather(1, last).squeeze(1),
+        )
+        return parts.verify_budget.trim(parts.speculator.propose(inputs))
+
+    def capture(self) -> None:
+        """Capture graphs, the text model's before the encoder's."""
+        self._parts.graph.capture(self._network.forward)
+        self._parts.encoder_graph.capture()
+
+
+def to_lists(token_ids: torch.Tensor, num_sampled: torch.Tensor) -> list[list[int]]:
+    """Host tensors [num_reqs, K + 1] and [num_reqs] -> the tokens of each row."""
+    return [row[:count] for row, count in zip(token_ids.tolist(), num_sampled.tolist(), strict=True)]
+
+
+class ReadyOutput(StepOutput):
+    """Tokens that are on the host already; `output_ready` has fired."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def get(self) -> ModelRunnerOutput:
+        return self._output
+
+
+def check_output(output: SchedulerOutput, states: RequestStates, shape: WorkerShape, num_groups: int) -> None:
+    """Refuse a step that contradicts what the runner knows, before anything of it is done. Raises RequestError."""
+    leaving = output.finished_req_ids | output.preempted_req_ids
+    problems: list[str] = []
+    new_ids = [request.req_id for request in output.new_requests]
+    cached_ids = [request.req_id for request in output.cached_requests]
+    for request in output.new_requests:
+        if request.req_id in states and request.req_id not in leaving:
+            problems.append(f"new request {request.req_id!r} is already here")
+        if not 0 < request.prompt_len <= request.prefill_len <= shape.max_model_len:
+            problems.append(
+                f"new request {request.req_id!r} has {request.prefill_len} tokens (prompt {request.prompt_len}); "
+                f"max_model_len is {shape.max_model_len}"
+            )
+        elif not 0 <= min(request.token_ids) <= max(request.token_ids) < shape.vocab_size:
+            problems.append(f"new request {request.req_id!r} has token ids outside 0..{shape.vocab_size - 1}")
+    for req_id in cached_ids:
+        if req_id not in states or req_id in leaving:
+            problems.append(f"cached request {req_id!r} is not known here")
+    ids = [*new_ids, *cached_ids]
+    if len(set(ids)) != len(ids):
+        problems.append("a request is scheduled twice")
+    if set(ids) != set(output.num_scheduled_tokens):
+        problems.append("num_scheduled_tokens does not name exactly the new and cached requests")
+    if any(count < 1 for count in output.num_scheduled_tokens.values()):
+        problems.append("num_scheduled_tokens must be >= 1 for each request")
+    if output.total_num_scheduled_tokens > shape.max_num_batched_tokens:
+        problems.append(
+            f"{output.total_num_scheduled_tokens} tokens are scheduled, max_num_batched_tokens is "
+            f"{shape.max_num_batched_tokens}"
+        )
+    after = {req_id for req_id in states.req_ids if req_id not in leaving} | set(new_ids)
+    if len(after) > shape.max_num_reqs:
+        problems.append(f"{len(after)} requests would be live, max_num_reqs is {shape.max_num_reqs}")
+    blocks = {r.req_id: r.block_ids for r in output.new_requests}
+    blocks.update({r.req_id: r.new_block_ids for r in output.cached_requests if r.new_block_ids})
+    for req_id, groups in blocks.items():
+        if len(groups) != num_groups:
+            problems.append(f"request {req_id!r} has blocks for {len(groups)} of {num_groups} cache groups")
+    problems.extend(_lengths(output, shape))
+    if problems:
+        raise RequestError("the step is refused:\n  - " + "\n  - ".join(problems))
+
+
+def _lengths(output: SchedulerOutput, shape: WorkerShape) -> list[str]:
+    computed = {r.req_id: r.num_computed_tokens for r in (*output.new_requests, *output.cached_requests)}
+    return [
+        f"request {req_id!r} would reach position {computed[req_id] + count}, max_model_len is {shape.max_model_len}"
+        for req_id, count in output.num_scheduled_tokens.items()
+        if req_id in computed and computed[req_id] + count > shape.max_model_len
+    ]
+

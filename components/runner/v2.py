@@ -1,0 +1,182 @@
+"""The V2 runner: request state on the device in stable slots; the host never waits for a sampled token.
+
+The host decides which rows a step has and queues the rest on the device's stream; the tokens are fetched when somebody
+asks for them, so the next step can be scheduled, and queued, while this one runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from workerkit.framework.errors import StageError
+from workerkit.framework.interfaces.batch import BatchPlan, SlotInputBatch, SlotRequestStates
+from workerkit.framework.interfaces.device import Pending
+from workerkit.framework.interfaces.graph import BatchDescriptor
+from workerkit.framework.interfaces.kv_cache import BlockTableWrites, KVCaches, KVLayout, SlotBlockTables
+from workerkit.framework.interfaces.model import LoadedModel
+from workerkit.framework.interfaces.observer import StepHooks
+from workerkit.framework.interfaces.request import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    StepOutput,
+)
+from workerkit.framework.interfaces.runner import ModelRunner, RunnerParts, WorkerShape
+
+from workerkit.components.runner.step import ExecuteModelState, StepPhases, check_output, to_lists
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Changes:
+    """What the host decided, to be carried out on the stream."""
+
+    output: SchedulerOutput
+    cleared: Sequence[tuple[str, int]]  # (request, slot) of those that left
+    added: Sequence[tuple[int, NewRequest]]
+    writes: BlockTableWrites
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Sampled:
+    """Tokens on their way to the host."""
+
+    token_ids: Pending[torch.Tensor]  # [num_reqs, K + 1]
+    num_sampled: Pending[torch.Tensor]  # [num_reqs]
+
+
+class AsyncOutput(StepOutput):
+    """Tokens of a step that may still be running."""
+
+    def __init__(self, req_ids: tuple[str, ...], sampled: Pending[_Sampled], hooks: StepHooks) -> None:
+        self._req_ids = req_ids
+        self._sampled = sampled
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self._result: ModelRunnerOutput | None = None
+
+    def get(self) -> ModelRunnerOutput:
+        with self._lock:
+            if self._result is None:
+                sampled = self._sampled.wait()
+                tokens = to_lists(sampled.token_ids.wait(), sampled.num_sampled.wait())
+                self._result = ModelRunnerOutput(req_ids=self._req_ids, sampled_token_ids=tuple(map(tuple, tokens)))
+                self._hooks.output_ready(self._result)
+            return self._result
+
+
+class NPUModelRunner(ModelRunner):
+    """Stable slots, queued steps."""
+
+    def __init__(
+        self,
+        parts: RunnerParts,
+        shape: WorkerShape,
+        loaded: LoadedModel,
+        layout: KVLayout,
+        caches: KVCaches,
+        states: SlotRequestStates,
+        batches: SlotInputBatch,
+        tables: SlotBlockTables,
+    ) -> None:
+        self._parts = parts
+        self._shape = shape
+        self._num_groups = len(layout.groups)
+        self._states = states
+        self._tables = tables
+        self._phases = StepPhases(parts, shape, loaded, caches, batches, tables)
+        self._forward: tuple[BatchPlan, Pending[ExecuteModelState]] | None = None
+
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
+        if self._forward is not None:
+            raise StageError("execute_model was called twice without sample_tokens")
+        check_output(output, self._states, self._shape, self._num_groups)
+        parts = self._parts
+        parts.hooks.step_started(output)
+        parts.kv_connector.preempted(sorted(output.preempted_req_ids))
+        changes = self._change_requests(output)
+        carried = parts.device.submit(lambda: self._carry_out(changes))
+        if not output.num_scheduled_tokens:
+            carried.wait()
+            return parts.kv_connector.no_forward(output)
+        plan = self._states.plan(output)
+        desc = self._phases.descriptor(plan)
+        self._forward = plan, parts.device.submit(lambda: self._run_forward(carried, plan, desc))
+        return None
+
+    def _change_requests(self, output: SchedulerOutput) -> _Changes:
+        """On the host: slots, upper bounds and blocks."""
+        leaving = [r for r in self._states.req_ids if r in output.finished_req_ids or r in output.preempted_req_ids]
+        cleared = [(req_id, self._states.remove(req_id)) for req_id in leaving]
+        for _, slot in cleared:
+            self._tables.clear(slot)
+        added = [(self._states.add(request), request) for request in output.new_requests]
+        for slot, request in added:
+            self._tables.add(slot, request.block_ids)
+        for cached in output.cached_requests:
+            self._states.update(cached)
+            if cached.new_block_ids:
+                self._tables.append(self._states.slot(cached.req_id), cached.new_block_ids)
+        return _Changes(output=output, cleared=cleared, added=added, writes=self._tables.stage())
+
+    @torch.inference_mode()
+    def _carry_out(self, changes: _Changes) -> None:
+        for _, slot in changes.cleared:
+            for part in self._phases.slot_parts:
+                part.clear(slot)
+        self._parts.encoder.free([req_id for req_id, _ in changes.cleared])
+        for slot, request in changes.added:
+            self._states.write(slot, request)
+            for part in self._phases.slot_parts:
+                part.add(slot, request)
+        self._tables.apply(changes.writes)
+        self._phases.move_blocks(changes.output)
+
+    def _run_forward(self, carried: Pending[None], plan: BatchPlan, desc: BatchDescriptor) -> ExecuteModelState:
+        carried.wait()  # done before, on this stream; raises what went wrong in it
+        return self._phases.forward(plan, desc)
+
+    def sample_tokens(self, grammar: GrammarOutput | None = None) -> StepOutput:
+        if self._forward is None:
+            raise StageError("sample_tokens needs an execute_model that scheduled tokens before it")
+        (plan, forward), self._forward = self._forward, None
+        sampled = self._parts.device.submit(lambda: self._run_sample(forward.wait(), grammar))
+        return AsyncOutput(plan.req_ids, sampled, self._parts.hooks)
+
+    @torch.inference_mode()
+    def _run_sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> _Sampled:
+        parts, batch = self._parts, state.batch
+        sampled = self._phases.sample(state, grammar)
+        # The copy starts before the commit and the proposer overwrite anything.
+        copies = _Sampled(
+            token_ids=parts.device.copy_to_host(sampled.token_ids),
+            num_sampled=parts.device.copy_to_host(sampled.num_sampled),
+        )
+        parts.hooks.tokens_sampled(batch, sampled)
+        self._states.commit(batch, sampled)
+        parts.model_state.commit(batch, sampled)
+        if parts.pipeline.is_last and (drafts := self._phases.propose(state, sampled)) is not None:
+            self._states.store_drafts(batch, drafts)
+        parts.kv_connector.post_forward()
+        parts.eplb.step(is_dummy=False)
+        parts.hooks.step_finished(batch)
+        return copies
+
+    def execute_dummy_batch(self, num_tokens: int, num_reqs: int) -> None:
+        self._parts.device.submit(lambda: self._phases.dummy(num_tokens, num_reqs)).wait()
+
+    def capture(self) -> None:
+        self._parts.device.submit(self._phases.capture).wait()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._states.req_ids)
+
+    def check_integrity(self) -> None:
+        self._parts.device.synchronize()
+        self._states.check_integrity()
+        self._tables.check_integrity([self._states.slot(req_id) for req_id in self._states.req_ids])

@@ -1,0 +1,50 @@
+"""No speculation: no draft weights, no proposals, nothing to verify."""
+
+from __future__ import annotations
+
+import torch
+
+from workerkit.framework.errors import UnsupportedError
+from workerkit.framework.interfaces.batch import InputBatch
+from workerkit.framework.interfaces.sampling import (
+    DraftInputs,
+    DraftModel,
+    DraftWeights,
+    RejectionSampler,
+    Sampler,
+    SamplerOutput,
+    Speculator,
+    VerifyBudget,
+)
+
+
+class NoDraft(DraftModel):
+    """No weights of its own."""
+
+    def load(self) -> DraftWeights:
+        return DraftWeights()
+
+
+class NoSpeculator(Speculator):
+    """Proposes nothing."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return 0
+
+    def propose(self, inputs: DraftInputs) -> torch.Tensor:
+        raise UnsupportedError("components.speculator: none proposes no drafts")
+
+
+class NoRejection(RejectionSampler):
+    """Verifies nothing; a batch with drafts is refused."""
+
+    def verify(self, logits: torch.Tensor, batch: InputBatch, sampler: Sampler) -> SamplerOutput:
+        raise UnsupportedError("the step carries drafts, and components.rejection is none: nobody can verify them")
+
+
+class NoVerifyBudget(VerifyBudget):
+    """Every draft is worth verifying."""
+
+    def trim(self, drafts: torch.Tensor) -> torch.Tensor:
+        return drafts

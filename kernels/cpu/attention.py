@@ -1,0 +1,70 @@
+"""Attention over the paged cache: blocks gathered whole, then torch's flash kernel with the heads of a group folded."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def _gather(cache: torch.Tensor, block_table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """cache [blocks, b, Nk, D], block_table [B, W] -> [B, Nk, W * b, D]."""
+    rows = cache.index_select(0, block_table.flatten())
+    return rows.view(block_table.shape[0], -1, *cache.shape[2:]).transpose(1, 2).to(dtype)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True where a key is seen.
+
+    The query heads of a group become rows of one small matrix, so a key is read once a group, not once a head.
+    """
+    keys = _gather(key_cache, block_table, query.dtype)
+    values = _gather(value_cache, block_table, query.dtype)
+    folded = query.view(query.shape[0], keys.shape[1], -1, query.shape[2])
+    output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask[:, None, None, :], scale=scale)
+    return output.reshape(query.shape)
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    seq_len: int,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len."""
+    num_queries, num_heads, head_dim = query.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    first_query = seq_len - num_queries
+    first_key = 0
+    if sliding_window is not None and first_query >= sliding_window:
+        first_key = (first_query - sliding_window + 1) // block_size * block_size  # blocks that no query sees are left out
+    blocks = block_ids[None, first_key // block_size : -(-seq_len // block_size)]
+    # The groups are the batch and a group's keys are repeated by a stride of 0: nothing is copied, and causality holds.
+    group = num_heads // num_kv_heads
+    keys, values = (
+        _gather(cache, blocks, query.dtype)[0, :, None, : seq_len - first_key].expand(-1, group, -1, -1)
+        for cache in (key_cache, value_cache)
+    )
+    folded = query.transpose(0, 1).view(num_kv_heads, group, num_queries, head_dim)
+    windowed = sliding_window is not None and sliding_window < seq_len
+    if num_queries == 1 and not windowed:
+        output = scaled_dot_product_attention(folded, keys, values, scale=scale)
+    elif num_queries == seq_len and not windowed:
+        output = scaled_dot_product_attention(folded, keys, values, is_causal=True, scale=scale)
+    else:
+        positions = torch.arange(first_key, seq_len, device=query.device)
+        queries = positions[first_query - first_key :, None]
+        mask = positions <= queries
+        if sliding_window is not None:
+            mask &= positions > queries - sliding_window
+        output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    return output.view(num_heads, num_queries, head_dim).transpose(0, 1)

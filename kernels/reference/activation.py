@@ -1,0 +1,11 @@
+"""Gated activations."""
+
+from __future__ import annotations
+
+import torch
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """[T, 2 I] -> [T, I]: silu(x[:, :I]) * x[:, I:]."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

@@ -1,0 +1,82 @@
+"""Attention over the paged cache: softmax(scale * q k^T) v in float32, query heads sharing key heads in groups."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """query [Q, Nq, D], keys and values [S, Nk, D], seen [Q, S] -> [Q, Nq, D]; a query that sees nothing yields 0."""
+    group = query.shape[1] // keys.shape[1]
+    wide_keys = keys.float().repeat_interleave(group, dim=1)
+    wide_values = values.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qnd,snd->nqs", query.float(), wide_keys) * scale
+    scores = scores.masked_fill(~seen, float("-inf"))
+    blind = ~seen.any(-1, keepdim=True)
+    probs = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    return torch.einsum("nqs,snd->qnd", probs, wide_values).to(query.dtype)
+
+
+def _seen(num_queries: int, seq_len: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+    """[num_queries, seq_len] bool for the last `num_queries` positions of a sequence."""
+    queries = torch.arange(seq_len - num_queries, seq_len, device=device)[:, None]
+    keys = torch.arange(seq_len, device=device)[None, :]
+    seen = keys <= queries
+    if sliding_window is not None:
+        seen &= keys > queries - sliding_window
+    return seen
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    seq_len: int,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len."""
+    keys = key_cache[block_ids.long()].flatten(0, 1)[:seq_len]
+    values = value_cache[block_ids.long()].flatten(0, 1)[:seq_len]
+    return _attend(query, keys, values, _seen(query.shape[0], seq_len, sliding_window, query.device), scale)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D]; block_table [R, W]; query_start_loc [R + 1];
+    seq_lens [R], the queries of a row being the last positions of its sequence. Tokens of no row yield zeros."""
+    output = torch.zeros_like(query)
+    starts = query_start_loc.tolist()
+    for row, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], seq_lens.tolist(), strict=True)):
+        if end > start:
+            output[start:end] = prefill_attention(
+                query[start:end], key_cache, value_cache, block_table[row], seq_len, scale, sliding_window
+            )
+    return output
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True where a key is seen."""
+    output = torch.empty_like(query)
+    for row, block_ids in enumerate(block_table.long()):
+        keys, values = key_cache[block_ids].flatten(0, 1), value_cache[block_ids].flatten(0, 1)
+        output[row : row + 1] = _attend(query[row : row + 1], keys, values, mask[row : row + 1], scale)
+    return output

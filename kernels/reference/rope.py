@@ -1,0 +1,20 @@
+"""Rotary position embedding, the two halves of the rotated dimensions paired (the layout of Hugging Face)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1)
+
+
+def rotary_embedding(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [T, Nq, D], key [T, Nk, D], cos and sin [T, rotary_dim // 2]; rotates pairs (i, i + rotary_dim / 2)."""
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)

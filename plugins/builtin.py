@@ -1,0 +1,88 @@
+"""The parts that come with workerkit, registered through the same hook as anyone's.
+
+Modules are named, not imported: listing and checking touch only the parts that a config selects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workerkit.framework import roles
+from workerkit.framework.hooks import hookimpl
+from workerkit.framework.registry import Registry, Suits
+
+WORKERKIT_API = 1
+_C = "workerkit.components"
+
+
+def _on(kind: str) -> Suits:
+    def suits(chosen: Mapping[str, str]) -> str | None:
+        return f"the device is {kind}" if chosen.get("device") == kind else None
+
+    return suits
+
+
+def _anywhere(chosen: Mapping[str, str]) -> str | None:
+    return "works on every device"
+
+
+@hookimpl
+def worker_components(registry: Registry) -> None:
+    """Register components/."""
+    add = registry.add
+    add(roles.WORKER, "npu", f"{_C}.worker.npu:NPUWorker")
+    v1 = {"request_state": "host", "input_batch": "persistent", "block_table": "multi_group"}
+    v2 = {"request_state": "ascend", "input_batch": "ascend", "block_table": "ascend"}
+    add(roles.RUNNER, "v1", f"{_C}.runner.v1:NPUModelRunner", defaults=v1)
+    add(roles.RUNNER, "v2", f"{_C}.runner.v2:NPUModelRunner", defaults=v2)
+    add(roles.REQUEST_STATE, "host", f"{_C}.request_state.host:HostStates")
+    add(roles.REQUEST_STATE, "ascend", f"{_C}.request_state.ascend:AscendRequestState")
+    add(roles.INPUT_BATCH, "persistent", f"{_C}.input_batch.persistent:NPUInputBatch")
+    add(roles.INPUT_BATCH, "ascend", f"{_C}.input_batch.ascend:AscendInputBatcher")
+    add(roles.BLOCK_TABLE, "multi_group", f"{_C}.block_table.multi_group:MultiGroupBlockTable")
+    add(roles.BLOCK_TABLE, "ascend", f"{_C}.block_table.ascend:AscendBlockTables")
+    add(roles.BLOCK_TABLE, "reference", f"{_C}.block_table.reference:ReferenceBlockTables")
+    add(roles.KV_CACHE, "paged", f"{_C}.kv_cache.paged:PagedKVCache")
+    add(roles.ATTENTION, "cpu", f"{_C}.attention.cpu:CpuAttention", suits=_on("cpu"), priority=10)
+    add(roles.ATTENTION, "reference", f"{_C}.attention.reference:ReferenceAttention", suits=_anywhere)
+    add(roles.KERNELS, "ordered", f"{_C}.kernels.ordered:OrderedKernels", parts={"libraries": "auto"})
+    library = "workerkit.plugins.builtin_kernels"
+    add(roles.KERNEL_LIBRARY, "cpu", f"{library}:CpuKernels", suits=_on("cpu"), priority=10)
+    add(roles.KERNEL_LIBRARY, "reference", f"{library}:ReferenceKernels", suits=_anywhere)
+    add(roles.MODEL, "native", f"{_C}.model.native:NativeModel")
+    add(roles.MODEL_LIBRARY, "native", f"{_C}.model.library:NativeLibrary")
+    add(roles.MODEL_STORE, "local", f"{_C}.loader.store:LocalModelStore")
+    add(roles.LOADER, "auto_detect", f"{_C}.loader.auto:AutoLoader")
+    add(roles.LOADER, "safetensors", f"{_C}.loader.safetensors:SafetensorsLoader")
+    add(roles.LOADER, "gguf", f"{_C}.loader.gguf:GGUFLoader")
+    add(roles.LOADER, "random", f"{_C}.loader.random:RandomLoader")
+    add(roles.SAMPLER, "torch", f"{_C}.sampler.torch_sampler:TorchSampler", parts={"stages": ("temperature", "top_k_top_p")})
+    add(roles.SAMPLER_STAGE, "temperature", f"{_C}.sampler.stages:Temperature")
+    add(roles.SAMPLER_STAGE, "top_k_top_p", f"{_C}.sampler.stages:TopKTopP")
+    add(roles.DEVICE, "cpu", f"{_C}.device.cpu:CpuDevice")
+    add(roles.MEMORY_POOL, "storage", f"{_C}.device.memory_pool:StoragePool")
+    add(roles.PARALLEL, "single", f"{_C}.parallel.single:SingleProcess")
+    add(roles.OBSERVERS, "metrics", f"{_C}.observers.metrics:Metrics")
+    add(roles.OBSERVERS, "tap", f"{_C}.observers.tap:Tap")
+    add(roles.SCHEDULER, "continuous", f"{_C}.engine.scheduler:ContinuousScheduler")
+    add(roles.TOKENIZER, "file", f"{_C}.engine.tokenizer:FileTokenizer")
+    add(roles.CHAT_TEMPLATE, "jinja", f"{_C}.engine.chat_template:JinjaChatTemplate")
+    add(roles.ENGINE, "standalone", f"{_C}.engine.standalone:StandaloneEngine")
+    for role, where in (
+        (roles.GRAPH, "graph.none:NoGraph"),
+        (roles.ENCODER_GRAPH, "graph.none:NoEncoderGraph"),
+        (roles.MODEL_STATE, "model_state.none:NoModelState"),
+        (roles.DRAFT, "speculator.none:NoDraft"),
+        (roles.SPECULATOR, "speculator.none:NoSpeculator"),
+        (roles.REJECTION, "speculator.none:NoRejection"),
+        (roles.VERIFY_BUDGET, "speculator.none:NoVerifyBudget"),
+        (roles.GRAMMAR, "grammar.none:NoGrammar"),
+        (roles.LORA, "lora.none:NoLoRA"),
+        (roles.ENCODER, "encoder.none:NoEncoder"),
+        (roles.EPLB, "eplb.none:NoEPLB"),
+        (roles.PCP, "context_parallel.none:NoPCP"),
+        (roles.DCP, "context_parallel.none:NoDCP"),
+        (roles.PIPELINE, "pipeline.none:NoPipeline"),
+        (roles.KV_CONNECTOR, "kv_connector.none:NoKVConnector"),
+    ):
+        add(role, "none", f"{_C}.{where}")

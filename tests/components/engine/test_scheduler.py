@@ -1,0 +1,520 @@
+import random
+from collections import Counter, deque
+
+import pytest
+
+from workerkit.components.engine.scheduler import ContinuousScheduler, SchedulerConfig
+from workerkit.framework.errors import IntegrityError, RequestError, StageError
+from workerkit.framework.interfaces.request import ModelRunnerOutput, SamplingParams
+
+NO_STOP = frozenset()
+
+
+class Driver:
+    """The engine's loop in small: it remembers what each incarnation of a request yielded."""
+
+    def __init__(self, fakes, shape=None, layout=None, **config):
+        self.shape = shape or fakes.shape()
+        self.layout = layout or fakes.layout()
+        self.scheduler = ContinuousScheduler(SchedulerConfig(**config), self.shape, self.layout)
+        self.worker = fakes.Worker(self.shape, self.layout)
+        self.reference = fakes.reference
+        self.in_flight = deque()
+        self.live = {}  # req_id -> (prompt, params, stop_ids, tokens so far)
+        self.done = {}  # req_id -> (tokens, reason)
+        self.count = Counter()
+
+    def add(self, req_id, prompt, stop_ids=NO_STOP, **params):
+        params = SamplingParams(**{"seed": 0, **params})
+        self.scheduler.add(req_id, prompt, params, stop_ids)
+        self.live[req_id] = (tuple(prompt), params, stop_ids, [])
+
+    def abort(self, req_id):
+        self.live.pop(req_id, None)
+        return self.scheduler.abort(req_id)
+
+    def start(self):
+        output = self.scheduler.schedule()
+        self.count["preempted"] += len(output.preempted_req_ids)
+        self.worker.execute_model(output)
+        if output.num_scheduled_tokens:
+            self.in_flight.append((output, self.worker.sample_tokens()))
+        self.check()
+        return output
+
+    def collect(self):
+        output, step = self.in_flight.popleft()
+        self.count["steps"] += 1
+        for req_id, (tokens, reason) in self.scheduler.update(output, step.get()).items():
+            prompt, params, stop_ids, so_far = self.live[req_id]
+            so_far.extend(tokens)
+            if reason is not None:
+                assert (tuple(so_far), reason) == self.reference(prompt, params, stop_ids, self.shape)
+                del self.live[req_id]
+                self.done[req_id] = tuple(so_far), reason
+                self.count[reason] += 1
+        self.check()
+
+    def step(self):
+        output = self.start()
+        if self.in_flight:
+            self.collect()
+        return output
+
+    def check(self):
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert stats["num_running"] + stats["num_waiting"] == len(self.live)
+
+    def run(self, limit=5000):
+        for _ in range(limit):
+            if not self.scheduler.has_work and not self.in_flight:
+                break
+            if len(self.in_flight) < self.scheduler.max_in_flight and self.scheduler.has_work:
+                self.start()
+            if len(self.in_flight) == self.scheduler.max_in_flight or not self.scheduler.has_work:
+                self.collect()
+            elif self.in_flight and not self.scheduler.has_requests:
+                self.collect()
+        self.check_empty()
+
+    def check_empty(self):
+        assert not self.scheduler.has_work
+        assert not self.live
+        assert not self.worker.requests
+        usable = self.layout.num_blocks - 1
+        assert self.scheduler.stats() | {"num_preemptions": 0} == {
+            "num_running": 0,
+            "num_waiting": 0,
+            "num_free_blocks": usable,
+            "num_preemptions": 0,
+        }
+        held = [v for v in vars(self.scheduler).values() if isinstance(v, dict | list | set | deque)]
+        assert len(held) == 6
+        assert not any(held), "a per-request container was not drained"
+
+
+@pytest.fixture
+def driver(fakes):
+    return lambda **kwargs: Driver(fakes, **kwargs)
+
+
+# Random schedules
+
+
+def random_case(driver, fakes, seed, speculative=False):
+    rng = random.Random(seed)
+    block_sizes = rng.choice([(1,), (4,), (16,), (2, 8), (3, 5, 4)])
+    shape = fakes.shape(
+        max_model_len=rng.choice([12, 40]),
+        max_num_reqs=rng.randint(1, 6),
+        max_num_batched_tokens=rng.choice([1, 2, 3, 7, 16, 64]),
+        num_speculative_tokens=rng.randint(1, 4) if speculative else 0,
+    )
+    smallest = sum(-(-shape.max_model_len // size) for size in block_sizes)
+    layout = fakes.layout(1 + rng.randint(smallest, 2 * smallest), block_sizes)
+    d = driver(shape=shape, layout=layout, async_scheduling=rng.random() < 0.5)
+    names = [f"r{i}" for i in range(8)]
+    for _ in range(60):
+        action = rng.random()
+        idle = [name for name in names if name not in d.live]
+        if action < 0.3 and idle:
+            prompt = [rng.randrange(50) for _ in range(rng.randint(1, shape.max_model_len - 1))]
+            room = shape.max_model_len - len(prompt)
+            d.add(
+                rng.choice(idle),
+                prompt,
+                stop_ids=frozenset(rng.sample(range(50), rng.choice([0, 2]))),
+                max_tokens=rng.choice([None, rng.randint(1, room)]),
+                seed=rng.randrange(3),
+            )
+        elif action < 0.36 and d.live:
+            req_id = rng.choice(sorted(d.live))
+            assert d.abort(req_id)
+            assert not d.abort(req_id)
+            d.count["aborted"] += 1
+        elif len(d.in_flight) < d.scheduler.max_in_flight and rng.random() < 0.7:
+            d.start()
+        elif d.in_flight:
+            d.collect()
+    d.run()
+    d.count["rejected drafts"] = d.worker.num_drafts_rejected
+    d.count["async"] = d.scheduler.max_in_flight - 1
+    return d.count
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_any_schedule_yields_the_tokens_of_the_request_alone(driver, fakes, speculative):
+    total = Counter()
+    for seed in range(120):
+        total += random_case(driver, fakes, seed, speculative)
+    print(dict(total))
+    assert total["steps"] >= 2000
+    assert total["preempted"] >= 100
+    assert total["aborted"] >= 100
+    assert total["stop"] >= 50
+    assert total["length"] >= 200
+    assert 30 <= total["async"] <= 90
+    assert bool(total["rejected drafts"]) == speculative
+
+
+# Batching
+
+
+@pytest.mark.parametrize("budget", [1, 3, 5, 9, 10, 64])
+def test_a_prompt_is_cut_to_the_budget(driver, fakes, budget):
+    d = driver(shape=fakes.shape(max_num_batched_tokens=budget))
+    d.add("a", range(10), max_tokens=2)
+    chunks = []
+    while not d.done:
+        chunks.append(d.step().num_scheduled_tokens["a"])
+    assert chunks == [budget] * (10 // budget) + [10 % budget] * bool(10 % budget) + [1]
+    d.run()
+
+
+def test_requests_share_a_step_in_the_order_of_arrival(driver, fakes):
+    d = driver(shape=fakes.shape(max_num_reqs=2, max_num_batched_tokens=8))
+    for name, length in (("a", 6), ("b", 6), ("c", 1)):
+        d.add(name, range(length), max_tokens=3)
+    assert d.step().num_scheduled_tokens == {"a": 6, "b": 2}
+    assert d.step().num_scheduled_tokens == {"a": 1, "b": 4}  # c has to wait for a row
+    assert d.step().num_scheduled_tokens == {"a": 1, "b": 1}
+    output = d.step()
+    assert output.num_scheduled_tokens == {"b": 1, "c": 1}
+    assert output.finished_req_ids == {"a"}
+    d.run()
+
+
+def test_blocks_are_announced_only_when_there_are_some(driver, fakes):
+    """Block sizes 2 and 4: the first group grows at 4 and 6 tokens, the second at 4."""
+    d = driver(layout=fakes.layout(64, (2, 4)))
+    d.add("a", range(3), max_tokens=5)
+    assert d.step().new_requests[0].block_ids == ((1, 2), (3,))
+    grown = [d.step().cached_requests[0].new_block_ids for _ in range(4)]
+    assert grown == [(), ((4,), (5,)), (), ((6,), ())]
+    d.run()
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_of_its_own(driver, fakes):
+    d = driver(shape=fakes.shape(max_num_batched_tokens=8), chunked_prefill=False)
+    with pytest.raises(RequestError, match=r"9 tokens.*8 \(max_num_batched_tokens\).*chunked_prefill"):
+        d.add("long", range(9))
+    d.add("a", range(5), max_tokens=3)
+    d.add("b", range(8), max_tokens=1)
+    assert d.step().num_scheduled_tokens == {"a": 5}
+    assert d.step().num_scheduled_tokens == {"a": 1}
+    assert d.step().num_scheduled_tokens == {"a": 1}
+    assert d.step().num_scheduled_tokens == {"b": 8}
+    d.run()
+
+
+def test_without_chunks_a_preempted_request_that_outgrew_a_step_still_finishes(driver, fakes):
+    d = driver(
+        shape=fakes.shape(max_model_len=24, max_num_batched_tokens=6),
+        layout=fakes.layout(1 + 24, (1,)),
+        chunked_prefill=False,
+    )
+    d.add("a", range(3), max_tokens=12)
+    d.add("b", range(3, 6), max_tokens=15)
+    d.run()
+    assert d.count["preempted"]
+    assert {reason for _, reason in d.done.values()} == {"length"}
+
+
+# Preemption
+
+
+def test_the_last_arrived_is_preempted_and_comes_back_with_its_tokens(driver, fakes):
+    d = driver(layout=fakes.layout(1 + 5, (4,)), shape=fakes.shape(max_model_len=20))
+    d.add("old", range(6), max_tokens=9)
+    d.add("young", range(10, 17), max_tokens=6)
+    d.step()
+    assert d.scheduler.stats()["num_free_blocks"] == 1
+    d.step()  # both: young takes none, at 8 tokens
+    third = d.step()  # old needs a third block at 9 tokens in all; young at 9 took the last one or leaves
+    outputs = [third]
+    while "young" not in outputs[-1].preempted_req_ids:
+        outputs.append(d.step())
+    generated = d.live["young"][3]
+    assert "young" not in outputs[-1].num_scheduled_tokens
+    assert "old" in outputs[-1].num_scheduled_tokens
+    while not d.worker.outputs[-1].new_requests:
+        d.step()
+    (back,) = d.worker.outputs[-1].new_requests
+    assert back.req_id == "young"
+    assert back.prompt_len == 7
+    assert back.token_ids == (*range(10, 17), *generated)
+    assert len(generated) > 0
+    d.run()
+    assert d.scheduler.stats()["num_preemptions"] == 1
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_oldest_request_is_never_preempted(driver, fakes, async_scheduling):
+    shape = fakes.shape(max_model_len=16, max_num_reqs=4)
+    d = driver(shape=shape, layout=fakes.layout(1 + 17, (1,)), async_scheduling=async_scheduling)
+    for i in range(6):
+        d.add(f"{i}", [i], max_tokens=15)
+    while d.live:
+        oldest = next(iter(d.live))
+        output = d.start()
+        assert oldest not in output.preempted_req_ids
+        if len(d.in_flight) == d.scheduler.max_in_flight or not output.num_scheduled_tokens:
+            d.collect()
+    assert list(d.done) == [f"{i}" for i in range(6)]
+    assert d.count["preempted"] > 3
+    d.run()
+
+
+# Admission
+
+
+def test_b98_prompt_as_long_as_the_context(driver, fakes):
+    d = driver(shape=fakes.shape(max_model_len=32))
+    for length in (32, 33):
+        with pytest.raises(RequestError, match=f"prompt has {length} tokens.* 32 "):
+            d.add("a", [1] * length, max_tokens=1)
+    d.add("a", [1] * 31, max_tokens=1)
+    d.add("b", [1] * 31)
+    d.run()
+    assert [(len(tokens), reason) for tokens, reason in d.done.values()] == [(1, "length")] * 2
+
+
+def test_b99_max_tokens_past_the_context(driver, fakes):
+    d = driver(shape=fakes.shape(max_model_len=2048), layout=fakes.layout(1024))
+    with pytest.raises(RequestError) as caught:
+        d.add("a", [1] * 8, max_tokens=2045)
+    assert all(number in str(caught.value) for number in ("2048", " 8 ", "2045"))
+    assert "-" not in str(caught.value)
+    d.add("a", [1] * 8, max_tokens=2040)
+    d.abort("a")
+    d.run()
+
+
+def test_what_cannot_be_served_is_refused_and_leaves_nothing(driver, fakes):
+    d = driver(layout=fakes.layout(1 + 4, (4,)))
+    for prompt, message in (
+        ([], "empty"),
+        ([1, 50], "prompt token 50 at position 1.*0 to 49"),
+        ([-1], "prompt token -1"),
+        ([1, 2.5], "token ids"),
+        ([1] * 15, "15 prompt tokens and up to 3 more need 5 blocks, the whole cache has 4"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            d.scheduler.add("a", prompt, SamplingParams(max_tokens=3), NO_STOP)
+    d.check_empty()
+    d.add("a", [1] * 14, max_tokens=3)  # the 17th token is never computed
+    with pytest.raises(RequestError, match="'a' is in use"):
+        d.scheduler.add("a", [1], SamplingParams(max_tokens=1), NO_STOP)
+    d.run()
+
+
+# The end of a request
+
+
+def test_b125_finished_ids_reach_an_idle_worker(driver):
+    d = driver()
+    d.add("a", [1, 2], max_tokens=1)
+    d.step()
+    assert not d.scheduler.has_requests
+    assert d.scheduler.has_work
+    assert set(d.worker.requests) == {"a"}
+    assert d.step().finished_req_ids == {"a"}
+    assert not d.worker.requests
+    d.check_empty()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_b125_a_thousand_requests_leave_nothing(driver, async_scheduling):
+    d = driver(async_scheduling=async_scheduling)
+    for i in range(1000):
+        d.add(f"{i}", [i % 50], max_tokens=1 + i % 2)
+        if i % 3 == 0:
+            d.abort(f"{i - i % 7}")
+    d.run(limit=20000)
+
+
+def test_b59_abort_while_its_step_is_in_flight(driver):
+    """The blocks come back once, and only when no step in flight can write them any more."""
+    d = driver(async_scheduling=True)
+    d.add("a", range(7), max_tokens=9)
+    free = d.scheduler.stats()["num_free_blocks"]
+    d.start()
+    d.start()
+    assert d.abort("a")
+    assert not d.abort("a")
+    assert d.scheduler.stats()["num_free_blocks"] == free - 2
+    d.collect()
+    assert d.scheduler.stats()["num_free_blocks"] == free - 2
+    d.collect()
+    assert d.scheduler.stats()["num_free_blocks"] == free
+    assert not d.scheduler.abort("a")
+    d.run()
+
+
+def test_b59_abort_after_the_end_and_of_the_unknown(driver):
+    d = driver()
+    d.add("a", [1], max_tokens=1)
+    d.step()
+    assert not d.abort("a")
+    assert not d.abort("never")
+    d.run()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_b60_an_id_is_used_again_before_the_worker_heard_of_the_abort(driver, async_scheduling):
+    d = driver(async_scheduling=async_scheduling)
+    d.add("x", range(5), max_tokens=9)
+    d.start()
+    d.abort("x")
+    d.add("x", range(10, 13), max_tokens=4)
+    if not async_scheduling:
+        d.collect()
+    output = d.start()
+    assert output.finished_req_ids == {"x"}
+    assert output.new_requests[0].token_ids == (10, 11, 12)
+    d.run()
+    assert len(d.done["x"][0]) == 4
+
+
+def test_b60_a_request_that_never_ran_is_not_reported(driver):
+    d = driver()
+    d.add("x", [1], max_tokens=1)
+    d.abort("x")
+    assert not d.scheduler.has_work
+
+
+def test_abort_of_a_preempted_request_is_not_reported_twice(driver, fakes):
+    d = driver(shape=fakes.shape(max_model_len=16), layout=fakes.layout(1 + 16, (1,)))
+    d.add("a", [1] * 6, max_tokens=10)
+    d.add("b", [2] * 6, max_tokens=10)
+    while "b" not in d.step().preempted_req_ids:
+        pass
+    d.abort("b")
+    assert not d.step().finished_req_ids
+    d.run()
+
+
+@pytest.mark.parametrize(
+    ("stop_ids", "max_tokens", "kept", "reason"),
+    [((), 9, 4, None), ((22,), 9, 2, "stop"), ((), 4, 4, "length"), ((23,), 4, 3, "stop"), ((20,), 9, 0, "stop")],
+)
+def test_tokens_past_the_end_are_cut(fakes, stop_ids, max_tokens, kept, reason):
+    """A step with 3 drafts yields 4 tokens, 20 to 23, of which a request keeps those before its end."""
+    shape = fakes.shape(num_speculative_tokens=3)
+    scheduler = ContinuousScheduler(SchedulerConfig(), shape, fakes.layout())
+    scheduler.add("a", [1], SamplingParams(max_tokens=max_tokens + 1), frozenset(stop_ids))
+    first = scheduler.schedule()
+    assert not first.scheduled_drafts
+    scheduler.update(first, ModelRunnerOutput(req_ids=("a",), sampled_token_ids=((5,),)))
+    second = scheduler.schedule()
+    assert second.num_scheduled_tokens == {"a": 4}
+    assert second.scheduled_drafts == {"a": 3}
+    answer = ModelRunnerOutput(req_ids=("a",), sampled_token_ids=((20, 21, 22, 23),))
+    assert scheduler.update(second, answer) == {"a": ((20, 21, 22, 23)[:kept], reason)}
+    assert scheduler.has_requests == (reason is None)
+
+
+def test_drafts_stay_within_what_a_request_may_still_produce(fakes):
+    scheduler = ContinuousScheduler(SchedulerConfig(), fakes.shape(num_speculative_tokens=3), fakes.layout())
+    scheduler.add("a", [1], SamplingParams(max_tokens=3), NO_STOP)
+    scheduler.update(scheduler.schedule(), ModelRunnerOutput(req_ids=("a",), sampled_token_ids=((5,),)))
+    assert scheduler.schedule().scheduled_drafts == {"a": 1}
+
+
+def test_b117_a_token_outside_the_vocabulary_ends_its_request_alone(driver):
+    d = driver()
+    d.add("a", [1], max_tokens=3)
+    d.add("b", [2], max_tokens=3)
+    output = d.scheduler.schedule()
+    answer = ModelRunnerOutput(req_ids=("a", "b"), sampled_token_ids=((50,), (7,)))
+    assert d.scheduler.update(output, answer) == {"a": ((), "error"), "b": ((7,), None)}
+    d.scheduler.check_integrity()
+    assert d.scheduler.stats()["num_running"] == 1
+
+
+# Asynchronous scheduling
+
+
+def test_a_step_is_planned_before_the_last_ones_tokens_are_known(driver):
+    d = driver(async_scheduling=True)
+    d.add("a", [1, 2, 3], max_tokens=3)
+    d.start()
+    second = d.start()
+    assert second.cached_requests[0].num_computed_tokens == 3
+    assert second.num_scheduled_tokens == {"a": 1}
+    with pytest.raises(StageError, match="2 steps are in flight"):
+        d.scheduler.schedule()
+    d.collect()
+    third = d.start()
+    assert third.cached_requests[0].num_computed_tokens == 4
+    d.collect()
+    assert not d.start().num_scheduled_tokens, "all three tokens were on their way"
+    d.run()
+
+
+def test_tokens_that_arrive_after_the_end_are_dropped(driver, fakes):
+    d = driver(async_scheduling=True)
+    first = fakes.next_token((1, 2), 0, 50)
+    d.add("a", [1, 2], stop_ids=frozenset([first]), max_tokens=9)
+    d.start()
+    d.start()
+    d.collect()
+    assert d.done == {"a": ((), "stop")}
+    d.collect()
+    d.run()
+
+
+def test_the_synchronous_scheduler_has_one_step_in_flight(driver):
+    d = driver()
+    d.add("a", [1], max_tokens=3)
+    d.start()
+    with pytest.raises(StageError, match="1 steps are in flight"):
+        d.scheduler.schedule()
+
+
+# Answers that contradict the step
+
+
+@pytest.mark.parametrize(
+    ("req_ids", "sampled", "message"),
+    [
+        (("a", "ghost"), ((1,), (1,)), "not in the step.*ghost"),
+        (("a",), ((),), "returned 0 tokens for 'a'"),
+        ((), (), "returned 0 tokens for 'a'"),
+        (("a",), ((1, 2),), "returned 2 tokens for 'a'"),
+    ],
+)
+def test_a_wrong_answer_changes_nothing(driver, req_ids, sampled, message):
+    d = driver()
+    d.add("a", [1], max_tokens=3)
+    output = d.start()
+    with pytest.raises(IntegrityError, match=message):
+        d.scheduler.update(output, ModelRunnerOutput(req_ids=req_ids, sampled_token_ids=sampled))
+    d.check()
+    d.collect()
+    d.run()
+
+
+def test_steps_are_updated_in_order_and_once(driver):
+    d = driver(async_scheduling=True)
+    d.add("a", [1], max_tokens=5)
+    d.start()
+    second = d.start()
+    answer = ModelRunnerOutput(req_ids=("a",), sampled_token_ids=((1,),))
+    with pytest.raises(StageError, match="in the order"):
+        d.scheduler.update(second, answer)
+    first = d.in_flight[0][0]
+    d.collect()
+    with pytest.raises(StageError, match="each once"):
+        d.scheduler.update(first, answer)
+    d.run()
+
+
+def test_a_lost_block_is_found(driver):
+    d = driver()
+    d.add("a", [1, 2], max_tokens=3)
+    d.step()
+    d.scheduler._pool.allocate(1)
+    with pytest.raises(IntegrityError, match="lost"):
+        d.scheduler.check_integrity()

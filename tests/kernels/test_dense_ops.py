@@ -1,0 +1,84 @@
+"""Norms, rotary embedding and activation against formulas, and the CPU library against the reference."""
+
+import pytest
+import torch
+
+from workerkit.kernels import cpu, reference
+
+LIBRARIES = {"reference": reference.OPS, "cpu": reference.OPS | cpu.OPS}
+LOOSE = {torch.float32: {"atol": 2e-6, "rtol": 1e-6}, torch.bfloat16: {"atol": 4e-2, "rtol": 2e-2}}
+
+
+@pytest.fixture(params=LIBRARIES)
+def ops(request):
+    return LIBRARIES[request.param]
+
+
+@pytest.fixture(params=LOOSE, ids=str)
+def dtype(request):
+    return request.param
+
+
+def test_libraries_offer_known_ops_only():
+    from workerkit.framework.interfaces.kernels import OPS
+
+    assert tuple(reference.OPS) == OPS
+    assert set(cpu.OPS) <= set(OPS)
+
+
+def test_rms_norm(ops, dtype):
+    x, weight = (torch.randn(3, 5, 16) * 7).to(dtype), torch.randn(16).to(dtype)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+    torch.testing.assert_close(ops["rms_norm"](x, weight, 1e-3), expected.to(dtype), **LOOSE[dtype])
+
+
+def test_fused_add_rms_norm(ops, dtype):
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((4, 16), (4, 16), (16,)))
+    normed, total = ops["fused_add_rms_norm"](x.clone(), residual.clone(), weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, ops["rms_norm"](x + residual, weight, 1e-5), **LOOSE[dtype])
+
+
+def test_cpu_norms_equal_the_reference_in_float32():
+    x, residual, weight = torch.randn(50, 576), torch.randn(50, 576), torch.randn(576)
+    torch.testing.assert_close(
+        cpu.OPS["rms_norm"](x, weight, 1e-5), reference.OPS["rms_norm"](x, weight, 1e-5), atol=1e-6, rtol=1e-6
+    )
+    for got, expected in zip(
+        cpu.OPS["fused_add_rms_norm"](x.clone(), residual.clone(), weight, 1e-5),
+        reference.OPS["fused_add_rms_norm"](x, residual, weight, 1e-5),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_rotary_embedding_rotates_pairs_half_a_rotary_dim_apart(ops, dtype, adjacent, rotary_dim):
+    half = rotary_dim // 2
+    merged = torch.randn(5, 7 * 8).to(dtype)
+    query, key = merged[:, : 4 * 8].view(5, 4, 8), merged[:, 4 * 8 : 6 * 8].view(5, 2, 8)
+    if not adjacent:
+        query, key = query.clone(), key.clone()
+    before = merged.clone()
+    angles = torch.randn(5, half)
+    rotated = ops["rotary_embedding"](query, key, angles.cos().to(dtype), angles.sin().to(dtype))
+    for x, got in zip((before[:, :32].view(5, 4, 8), before[:, 32:48].view(5, 2, 8)), rotated, strict=True):
+        expected = x.double().clone()
+        for token in range(5):
+            for i in range(half):
+                a, b = x[token, :, i].double(), x[token, :, i + half].double()
+                angle = angles[token, i].double()
+                expected[token, :, i] = a * angle.cos() - b * angle.sin()
+                expected[token, :, i + half] = b * angle.cos() + a * angle.sin()
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected.to(dtype), **LOOSE[dtype])
+        assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
+    assert torch.equal(merged[:, 48:], before[:, 48:])  # the values behind are not touched
+
+
+def test_silu_and_mul(ops, dtype):
+    x = torch.randn(3, 12).to(dtype)
+    gate, up = x[:, :6].double(), x[:, 6:].double()
+    torch.testing.assert_close(ops["silu_and_mul"](x), (gate * torch.sigmoid(gate) * up).to(dtype), **LOOSE[dtype])
