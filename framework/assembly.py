@@ -126,6 +126,10 @@ class Assembly:
         keys = [key for key, node in self.plan.nodes.items() if node.role is role]
         return tuple(self._final[key]() for key in keys)
 
+    def value(self, kind: type[T]) -> T:
+        """A stage value, like LoadedModel. Raises StageError when its stage has not come."""
+        return self._final[kind.__name__]()  # type: ignore[no-any-return]  # the container is untyped
+
     def _of(self, interface: type[T]) -> T:
         key = next(k for k, n in self.plan.nodes.items() if n.role and n.role.interface is interface)
         return self._final[key]()  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ import torch
 
 from workerkit.components.loader.hf_config import FAMILIES, model_config
 from workerkit.framework.errors import ModelError, WeightError, did_you_mean
-from workerkit.framework.interfaces.model import ModelConfig, ModelLoader
+from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, RopeConfig
 from workerkit.framework.interfaces.sections import ModelSection
 from workerkit.framework.interfaces.store import GGUFHeader, GGUFTensor, ModelStore
 
@@ -36,7 +36,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 
 class GGUFLoader(ModelLoader):
-    """Metadata to config; tensors renamed, dequantised to float32 (F16 and BF16 stay) and put in Hugging Face's order."""
+    """Metadata to config; tensors renamed, dequantised to float32 (F16, BF16 stay), in Hugging Face's order."""
 
     def __init__(self, section: ModelSection, files: ModelStore) -> None:
         self._section = section
@@ -65,30 +65,33 @@ def _read_config(header: GGUFHeader) -> ModelConfig:
     metadata, path = header.metadata, header.path
     arch = metadata.get("general.architecture")
     if arch not in _ARCHITECTURES:
-        raise ModelError(f"{path}: GGUF architecture {arch!r} is not supported; {did_you_mean(str(arch), _ARCHITECTURES)}")
-    if metadata.get("split.count", 1) > 1:
-        raise ModelError(f"{path} is one of {metadata['split.count']} parts; merge them first (llama-gguf-split --merge)")
+        raise ModelError(
+            f"{path}: GGUF architecture {arch!r} is not supported; {did_you_mean(str(arch), _ARCHITECTURES)}"
+        )
+    if metadata.get("split.count", 0) not in (0, 1):
+        raise ModelError(
+            f"{path} is one of {metadata['split.count']} parts; merge them first (llama-gguf-split --merge)"
+        )
 
     def key(name: str) -> Any:
         return metadata.get(f"{arch}.{name}")
 
-    heads, head_dim = key("attention.head_count"), key("attention.key_length")
-    if head_dim != key("attention.value_length"):
+    if key("attention.key_length") != key("attention.value_length"):
         raise ModelError(f"{path}: {arch}.attention.key_length and value_length differ, which is not supported")
     tokens = metadata.get("tokenizer.ggml.tokens")
     raw = {
         "architectures": [FAMILIES["mistral" if key("attention.sliding_window") and arch == "llama" else arch]],
-        "vocab_size": len(tokens) if tokens else key("vocab_size"),
+        "vocab_size": len(tokens) if isinstance(tokens, list) else key("vocab_size"),
         "hidden_size": key("embedding_length"),
         "intermediate_size": key("feed_forward_length"),
         "num_hidden_layers": key("block_count"),
-        "num_attention_heads": heads,
+        "num_attention_heads": key("attention.head_count"),
         "num_key_value_heads": key("attention.head_count_kv"),
-        # the format's default, also for Qwen3
-        "head_dim": head_dim or (key("embedding_length") or 0) // (heads or 1),
+        "head_dim": key("attention.key_length"),
         "max_position_embeddings": key("context_length"),
         "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
         "rope_theta": key("rope.freq_base"),
+        "rope_scaling": _rope_scaling(header, {name: key(name) for name in _ROPE_KEYS}),
         "sliding_window": key("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -98,15 +101,16 @@ def _read_config(header: GGUFHeader) -> ModelConfig:
             if name in metadata
         ],
     }
-    if key("rope.dimension_count") not in (None, raw["head_dim"]):
+    config = model_config(raw, {}, str(path))
+    if key("rope.dimension_count") not in (None, config.head_dim):
         raise ModelError(
-            f"{path}: {arch}.rope.dimension_count {key('rope.dimension_count')} is not the head dimension {raw['head_dim']}: "
-            "partial rotation is not supported in GGUF files"
+            f"{path}: {arch}.rope.dimension_count {key('rope.dimension_count')} is not the head dimension "
+            f"{config.head_dim}: partial rotation is not supported in GGUF files"
         )
-    raw["rope_scaling"] = _rope_scaling(header, {name: key(name) for name in _ROPE_KEYS}, raw)
     first = header.tensors.get("blk.0.attn_q.weight")
     return attrs.evolve(
-        model_config(raw, {}, str(path)),
+        config,
+        rope=_llama3_rope(header, config.rope) if _ROPE_FREQS in header.tensors else config.rope,
         qkv_bias="blk.0.attn_q.bias" in header.tensors,
         o_bias="blk.0.attn_output.bias" in header.tensors,
         mlp_bias="blk.0.ffn_up.bias" in header.tensors,
@@ -128,12 +132,10 @@ _ROPE_KEYS = (
 )
 
 
-def _rope_scaling(header: GGUFHeader, keys: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(header: GGUFHeader, keys: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = keys["rope.scaling.type"] or ("linear" if keys["rope.scale_linear"] not in (None, 0.0, 1.0) else "none")
-    if _ROPE_FREQS in header.tensors:
-        if kind != "none":
-            raise ModelError(f"{header.path}: {_ROPE_FREQS} together with rope.scaling.type {kind!r} is not supported")
-        return _llama3_scaling(header, raw)
+    if _ROPE_FREQS in header.tensors and kind != "none":
+        raise ModelError(f"{header.path}: {_ROPE_FREQS} together with rope.scaling.type {kind!r} is not supported")
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
@@ -157,18 +159,26 @@ def _rope_scaling(header: GGUFHeader, keys: Mapping[str, Any], raw: Mapping[str,
     }
 
 
-def _llama3_scaling(header: GGUFHeader, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The file holds the resulting factors only; every Llama 3 model has them from these constants, which is checked."""
+def _llama3_rope(header: GGUFHeader, rope: RopeConfig) -> RopeConfig:
+    """The file holds only the resulting factors. Every Llama 3 model has them from these constants; this is checked."""
     found = _dequantised(header, header.tensors[_ROPE_FREQS]).double()
-    scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_max_position_embeddings"] = 8192
-    dim = raw["head_dim"]
-    wavelen = 2 * math.pi * (raw["rope_theta"] or 10000.0) ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    smooth = ((8192 / wavelen - 1.0) / 3.0).clamp(0.0, 1.0)
-    expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    factor, low, high, original = float(found.max()), 1.0, 4.0, 8192
+    dim = rope.rotary_dim
+    wavelen = 2 * math.pi * rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    smooth = ((original / wavelen - low) / (high - low)).clamp(0.0, 1.0)
+    expected = 1 / ((1 - smooth) / factor + smooth)
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-3):
-        raise ModelError(f"{header.path}: the factors in {_ROPE_FREQS} are not those of Llama 3, which is not supported")
-    return scaling
+        raise ModelError(
+            f"{header.path}: the factors in {_ROPE_FREQS} are not those of Llama 3, which is not supported"
+        )
+    return attrs.evolve(
+        rope,
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=original,
+    )
 
 
 def _hf_names(header: GGUFHeader) -> dict[str, str]:
@@ -192,7 +202,7 @@ def _hf_names(header: GGUFHeader) -> dict[str, str]:
 def _check_types(header: GGUFHeader, names: Mapping[str, str]) -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-    first = {header.tensors[name].type_name: name for name in reversed(names)}
+    first = {header.tensors[name].type_name: name for name in names}
     for kind, name in first.items():
         if kind in _FLOATS:
             continue
@@ -200,7 +210,9 @@ def _check_types(header: GGUFHeader, names: Mapping[str, str]) -> None:
         try:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[quantisation][1]), np.uint8), quantisation)
         except NotImplementedError as error:
-            raise WeightError(f"{header.path}: tensor {name} is stored as {kind}, which cannot be dequantised") from error
+            raise WeightError(
+                f"{header.path}: tensor {name} is stored as {kind}, which cannot be dequantised"
+            ) from error
 
 
 def _read(header: GGUFHeader, names: Mapping[str, str], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,6 +242,8 @@ def _dequantised(header: GGUFHeader, tensor: GGUFTensor) -> torch.Tensor:
         data = np.fromfile(header.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
     except OSError as error:
         raise WeightError(f"{header.path}: tensor {tensor.name} cannot be read: {error}") from error
+    if len(data) != tensor.num_bytes:
+        raise WeightError(f"{header.path}: tensor {tensor.name} has {len(data)} of {tensor.num_bytes} bytes: truncated")
     if tensor.type_name in _FLOATS:
         return torch.from_numpy(data).view(_FLOATS[tensor.type_name]).reshape(tensor.shape)
     rows = data.reshape(*tensor.shape[:-1], -1)

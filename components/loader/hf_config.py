@@ -1,7 +1,7 @@
 """Hugging Face's config.json (and generation_config.json) to a ModelConfig, in the spellings of transformers 4 and 5.
 
-The four families that the native decoder knows are checked strictly; an architecture of a plugin is only required to have
-the fields every decoder has, and finds the rest in `ModelConfig.raw`.
+The four families that the native decoder knows are checked strictly; an architecture of a plugin is only required to
+have the fields every decoder has, and finds the rest in `ModelConfig.raw`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     dtype = str(raw.get(dtype_field) or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
         fields.problem(dtype_field, f"{raw[dtype_field]!r} is not supported; {', '.join(_DTYPES)} are")
-    eos = fields.token_ids("eos_token_id") + _Fields(generation, problems, "generation_config.").token_ids("eos_token_id")
+    eos = fields.token_ids("eos_token_id") + _Fields(generation, problems, "generation_config.").token_ids(
+        "eos_token_id"
+    )
     bos = fields.token_ids("bos_token_id")
 
     config = ModelConfig(
@@ -204,10 +206,8 @@ def _sliding_windows(
     return windows if any(windows) else ()
 
 
-def _rope(
-    raw: Mapping[str, Any], problems: list[str], head_dim: int, max_position: int, strict: bool
-) -> RopeConfig:
-    """Old: `rope_theta` beside `rope_scaling`; new: all in `rope_parameters`. The old dictionary wins, as in transformers."""
+def _rope(raw: Mapping[str, Any], problems: list[str], head_dim: int, max_position: int, strict: bool) -> RopeConfig:
+    """Old: `rope_theta` beside `rope_scaling`; new: all in `rope_parameters`. The old one wins, as in transformers."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     values = raw.get(name) or {}
     if not isinstance(values, Mapping):
@@ -224,7 +224,9 @@ def _rope(
     partial = inner.number("partial_rotary_factor", default=None) or top.number("partial_rotary_factor", default=1.0)
     rotary_dim = int(head_dim * partial)
     if strict and (rotary_dim % 2 or not 2 <= rotary_dim <= head_dim):
-        problems.append(f"{name}: rotary dimension {rotary_dim} of head_dim {head_dim} must be even and in 2..{head_dim}")
+        problems.append(
+            f"{name}: rotary dimension {rotary_dim} of head_dim {head_dim} must be even and in 2..{head_dim}"
+        )
     original = max_position
     if kind in ("yarn", "llama3"):  # `dynamic` starts from max_position_embeddings whatever else is given
         original = top.integer("original_max_position_embeddings", default=None) or inner.integer(
@@ -252,7 +254,9 @@ def _rope(
         attention_factor=inner.number("attention_factor", default=None) if is_yarn else None,
         # 0 is written for "not used"
         mscale=inner.number("mscale", default=None) if is_yarn and values.get("mscale") else None,
-        mscale_all_dim=inner.number("mscale_all_dim", default=None) if is_yarn and values.get("mscale_all_dim") else None,
+        mscale_all_dim=inner.number("mscale_all_dim", default=None)
+        if is_yarn and values.get("mscale_all_dim")
+        else None,
         beta_fast=inner.number("beta_fast", default=32.0) if is_yarn else 32.0,
         beta_slow=inner.number("beta_slow", default=1.0) if is_yarn else 1.0,
         truncate=inner.flag("truncate", True) if is_yarn else True,

@@ -111,7 +111,7 @@ class RandomLoader(ModelLoader):
                 tensor = 1.0 + 0.2 * tensor
             elif name.endswith(".bias"):
                 tensor = 0.2 * tensor
-            elif name != "model.embed_tokens.weight":
+            elif config.tie_word_embeddings or name != "model.embed_tokens.weight":
                 tensor *= _gain(name) * shape[-1] ** -0.5
             yield name, tensor
 
@@ -120,8 +120,8 @@ class RandomLoader(ModelLoader):
 
 
 def _gain(name: str) -> float:
-    if name == "lm_head.weight":
-        return 4.0
+    if name in ("lm_head.weight", "model.embed_tokens.weight"):
+        return 4.0  # the spread of the logits
     return 2.0 if name.endswith(("q_proj.weight", "k_proj.weight", "down_proj.weight", "o_proj.weight")) else 1.0
 
 

@@ -89,8 +89,8 @@ def _only_file(folder: pathlib.Path) -> pathlib.Path:
         raise WeightError(f"{folder} has {len(found)} safetensors files but no {_INDEX} that says what is where")
     if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise WeightError(
-            f"{folder} has no safetensors file, only {', '.join(pickles)}: pickles can run code when they are loaded and "
-            "are never read; convert the checkpoint to safetensors"
+            f"{folder} has no safetensors file, only {', '.join(pickles)}: pickles can run code when they are "
+            "loaded and are never read; convert the checkpoint to safetensors"
         )
     if gguf := sorted(folder.glob("*.gguf")):
         raise WeightError(f"{folder} has no safetensors file; to use a GGUF file, name it: {gguf[0]}")
@@ -104,7 +104,9 @@ def _weight_map(path: pathlib.Path) -> dict[str, str]:
     for tensor, name in placed.items():
         # plain names only: a checkpoint must not point at files elsewhere on the machine
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise WeightError(f"{path}: weight_map puts {tensor} in {name!r}, which is not the name of a file beside it")
+            raise WeightError(
+                f"{path}: weight_map puts {tensor} in {name!r}, which is not the name of a file beside it"
+            )
         if not name.endswith(".safetensors"):
             raise WeightError(f"{path}: weight_map puts {tensor} in {name!r}, which is not a safetensors file")
     return placed
@@ -143,7 +145,9 @@ def _check_header(path: pathlib.Path, problems: list[str]) -> tuple[str, ...]:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             problems.append(f"{path.name}: the header is not understood: {error!r}")
             return ()
-    problems.extend(f"{path.name}: tensor {name}: {fault}" for name, info in tensors if (fault := _fault(info, size - 8 - length)))
+    problems.extend(
+        f"{path.name}: tensor {name}: {fault}" for name, info in tensors if (fault := _fault(info, size - 8 - length))
+    )
     return tuple(name for name, _ in tensors)
 
 

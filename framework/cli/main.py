@@ -17,10 +17,13 @@ from workerkit.framework.plugins import Plugins, load_plugins
 BUILTIN = (config, components, wiring, plugins, new_plugin, models, generate, chat)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point. Returns the exit code: 1 for an error of the user's, 2 for wrong arguments, 130 after Ctrl-C."""
+def main(argv: Sequence[str] | None = None, found: Plugins | None = None) -> int:
+    """The entry point. Returns the exit code: 1 for an error of the user's, 2 for wrong arguments, 130 after Ctrl-C.
+
+    `found`: plugins and registry; None takes the installed ones.
+    """
     try:
-        return run(argv)
+        return _run(argv, found)
     except KeyboardInterrupt:
         warn("interrupted")
         return 130
@@ -32,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def run(argv: Sequence[str] | None = None, found: Plugins | None = None) -> int:
-    """`main` without its handling of errors. `found`: plugins and registry; None takes the installed ones."""
+def _run(argv: Sequence[str] | None, found: Plugins | None) -> int:
     found = found or load_plugins()
     args = _parser(found).parse_args(argv)
     level = logging.INFO if args.verbose else logging.WARNING

@@ -61,7 +61,9 @@ def make_batch(
     rows = [row for row, count in enumerate(scheduled) for _ in range(count)]
     positions = [computed[row] + offset for row, count in enumerate(scheduled) for offset in range(count)]
     seq_lens = [have + more for have, more in zip(computed, scheduled, strict=True)]
-    logits = [int(starts[row + 1]) - 1 - back for row in range(num_reqs) for back in range(plan.num_draft_tokens[row], -1, -1)]
+    logits = [
+        int(starts[row + 1]) - 1 - back for row in range(num_reqs) for back in range(plan.num_draft_tokens[row], -1, -1)
+    ]
     pad_tokens, pad_reqs = desc.num_tokens - num_tokens, desc.num_reqs - num_reqs
 
     def long(values: Sequence[int]) -> torch.Tensor:
@@ -292,9 +294,7 @@ class FakeKVCache(KVCacheManager):
         spec, b = layout.groups[0].spec, layout.kernel_block_size
         blocks = layout.num_blocks * (spec.block_size // b)
         shape = (blocks, b, spec.num_kv_heads, spec.head_dim)
-        storages = tuple(
-            torch.zeros(2, *shape, dtype=self._context.dtype, device=self._context.device) for _ in layers
-        )
+        storages = tuple(torch.zeros(2, *shape, dtype=self._context.dtype, device=self._context.device) for _ in layers)
         return KVCaches(
             layout=layout,
             keys=tuple(storage[0] for storage in storages),

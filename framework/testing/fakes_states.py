@@ -168,7 +168,9 @@ class FakeSlotStates(_States, SlotRequestStates):
             new = output.token_ids[row, :count]
             tensors.all_token_ids[slot, known : known + count] = new.int()
             tensors.total_len[slot] += count
-            tensors.num_computed_tokens[slot] += int(batch.plan.num_scheduled_tokens[row]) - int(output.num_rejected[row])
+            tensors.num_computed_tokens[slot] += int(batch.plan.num_scheduled_tokens[row]) - int(
+                output.num_rejected[row]
+            )
             tensors.draft_tokens[slot] = -1
             if count:
                 tensors.last_sampled[slot] = new[-1]

@@ -1,4 +1,4 @@
-"""The pytest plugin `workerkit`: fixtures to assemble workers from fakes. Imports nothing of weight until one is used."""
+"""The pytest plugin `workerkit`: fixtures to assemble workers from fakes. Imports little until one is used."""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ def prefill_attention(
     first_query = seq_len - num_queries
     first_key = 0
     if sliding_window is not None and first_query >= sliding_window:
-        first_key = (first_query - sliding_window + 1) // block_size * block_size  # blocks that no query sees are left out
+        first_key = (
+            (first_query - sliding_window + 1) // block_size * block_size
+        )  # blocks that no query sees are left out
     blocks = block_ids[None, first_key // block_size : -(-seq_len // block_size)]
     # The groups are the batch and a group's keys are repeated by a stride of 0: nothing is copied, and causality holds.
     group = num_heads // num_kv_heads

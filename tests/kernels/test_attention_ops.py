@@ -32,9 +32,7 @@ class Paged:
             own = -(-length // block_size)
             self.block_table[row, :own] = blocks[row * width : row * width + own]
             slots = [int(self.block_table[row, i // block_size]) * block_size + i % block_size for i in range(length)]
-            self.rows.append(
-                tuple(cache.flatten(0, 1)[slots].clone() for cache in (self.key_cache, self.value_cache))
-            )
+            self.rows.append(tuple(cache.flatten(0, 1)[slots].clone() for cache in (self.key_cache, self.value_cache)))
 
     def queries(self, count, dtype=torch.float32):
         return torch.randn(count, self.num_heads, self.head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)

@@ -68,13 +68,12 @@ class Driver:
 
     def run(self, limit=5000):
         for _ in range(limit):
-            if not self.scheduler.has_work and not self.in_flight:
+            if not (self.scheduler.has_work or self.in_flight):
                 break
-            if len(self.in_flight) < self.scheduler.max_in_flight and self.scheduler.has_work:
-                self.start()
-            if len(self.in_flight) == self.scheduler.max_in_flight or not self.scheduler.has_work:
-                self.collect()
-            elif self.in_flight and not self.scheduler.has_requests:
+            while self.scheduler.has_work and len(self.in_flight) < self.scheduler.max_in_flight:
+                if not self.start().num_scheduled_tokens:
+                    break
+            if self.in_flight:
                 self.collect()
         self.check_empty()
 
@@ -230,21 +229,20 @@ def test_the_last_arrived_is_preempted_and_comes_back_with_its_tokens(driver, fa
     d.add("young", range(10, 17), max_tokens=6)
     d.step()
     assert d.scheduler.stats()["num_free_blocks"] == 1
-    d.step()  # both: young takes none, at 8 tokens
-    third = d.step()  # old needs a third block at 9 tokens in all; young at 9 took the last one or leaves
-    outputs = [third]
-    while "young" not in outputs[-1].preempted_req_ids:
-        outputs.append(d.step())
-    generated = d.live["young"][3]
-    assert "young" not in outputs[-1].num_scheduled_tokens
-    assert "old" in outputs[-1].num_scheduled_tokens
+    d.step()
+    d.step()  # young's ninth token takes the last block
+    assert d.scheduler.stats()["num_free_blocks"] == 0
+    generated = tuple(d.live["young"][3])
+    assert len(generated) == 3
+    output = d.step()  # old's ninth token needs one
+    assert output.preempted_req_ids == {"young"}
+    assert output.num_scheduled_tokens == {"old": 1}
     while not d.worker.outputs[-1].new_requests:
         d.step()
     (back,) = d.worker.outputs[-1].new_requests
     assert back.req_id == "young"
     assert back.prompt_len == 7
     assert back.token_ids == (*range(10, 17), *generated)
-    assert len(generated) > 0
     d.run()
     assert d.scheduler.stats()["num_preemptions"] == 1
 
@@ -263,6 +261,33 @@ def test_the_oldest_request_is_never_preempted(driver, fakes, async_scheduling):
             d.collect()
     assert list(d.done) == [f"{i}" for i in range(6)]
     assert d.count["preempted"] > 3
+    d.run()
+
+
+def test_blocks_of_an_aborted_request_are_waited_for_before_anyone_is_preempted(driver, fakes):
+    d = driver(layout=fakes.layout(1 + 5, (1,)), shape=fakes.shape(max_model_len=6), async_scheduling=True)
+    for name in "abc":
+        d.add(name, [1], max_tokens=5)
+    d.start()
+    assert d.start().num_scheduled_tokens == {"a": 1, "b": 1}  # no block for c, and none can be taken while in flight
+    d.abort("b")
+    d.collect()
+    assert not d.start().num_scheduled_tokens
+    d.collect()
+    assert d.start().num_scheduled_tokens == {"a": 1, "c": 1}
+    d.run()
+
+
+def test_a_new_request_does_not_take_the_blocks_an_older_one_waits_for(driver, fakes):
+    """One block is free, `a` needs two, and `b` cannot be preempted while its step is in flight."""
+    shape = fakes.shape(max_model_len=6, num_speculative_tokens=1)
+    d = driver(layout=fakes.layout(1 + 5, (1,)), shape=shape, async_scheduling=True)
+    d.add("a", [1], max_tokens=5)
+    d.add("b", [1, 2, 3], max_tokens=2)
+    d.start()
+    d.add("c", [1], max_tokens=1)
+    assert d.scheduler.stats()["num_free_blocks"] == 1
+    assert not d.start().num_scheduled_tokens
     d.run()
 
 

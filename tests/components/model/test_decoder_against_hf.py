@@ -48,7 +48,9 @@ def hf_model(family, seed=0, **overrides):
     with torch.no_grad():
         for parameter in model.parameters():  # biases of 0 and norms of 1 would hide what is left out
             noise = torch.randn_like(parameter)
-            parameter.copy_(parameter + 0.3 * noise if parameter.dim() == 1 else noise * 1.5 * parameter.shape[-1] ** -0.5)
+            parameter.copy_(
+                parameter + 0.3 * noise if parameter.dim() == 1 else noise * 1.5 * parameter.shape[-1] ** -0.5
+            )
     return model
 
 
@@ -62,7 +64,9 @@ def config_of(hf, family):
     """ModelConfig of a Hugging Face config, by hand: reading files is the loaders' business."""
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     window = getattr(hf, "sliding_window", None)
-    types = getattr(hf, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * hf.num_hidden_layers
+    types = (
+        getattr(hf, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * hf.num_hidden_layers
+    )
     return ModelConfig(
         architecture=f"{family}ForCausalLM",
         vocab_size=hf.vocab_size,

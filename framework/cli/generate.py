@@ -1,0 +1,244 @@
+"""`workerkit generate`: one prompt streams, several become JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+import attrs
+
+from workerkit.framework import config as configs
+from workerkit.framework.assembly import Assembly
+from workerkit.framework.cli import common
+from workerkit.framework.errors import ConfigError, RequestError, WorkerkitError
+from workerkit.framework.interfaces.engine import Engine, Prompt
+from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.roles import CHAT_TEMPLATE
+
+HEADLINE = "the prompts are not valid"
+
+
+@attrs.frozen
+class Job:
+    """One prompt, as given."""
+
+    prompt: Prompt
+    params: SamplingParams
+
+
+def add_to(group: Any) -> None:
+    """Add the command to the parser group."""
+    parser = common.command(
+        group,
+        "generate",
+        _generate,
+        "complete prompts",
+        "One prompt streams its text; several (or --output) give JSON lines: index, prompt, text, token_ids, "
+        "finish_reason, error. Exit code 1 when a prompt failed.",
+    )
+    common.add_config(parser)
+    parser.add_argument("prompt", nargs="*", help="prompts; - reads one from standard input")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='a prompt a line; in a .jsonl file {"prompt": …} with options of its own, which win (max_tokens, top_k, …)',
+    )
+    parser.add_argument("--output", metavar="OUT.jsonl", help="write JSON lines here")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--chat", action="store_true", help="ask each prompt as a user's message, through the chat template")
+    how.add_argument("--raw", action="store_true", help="add no special tokens, such as a BOS token, to the prompt")
+    add_sampling(parser, max_tokens=256)
+
+
+def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Options of SamplingParams. What is left out is the sampler's own default."""
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    parser.add_argument("--top-k", type=int, metavar="K", help="0 is off")
+    parser.add_argument("--top-p", type=float, metavar="P", help="1 is off")
+    parser.add_argument("--seed", type=int, metavar="S")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """Raises ConfigError with every option that is out of range."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+    return _params({name: getattr(args, name) for name in names}, "options")
+
+
+def _params(values: dict[str, Any], where: str) -> SamplingParams:
+    problems: list[str] = []
+    params = configs.structure(values, SamplingParams, where, problems)
+    if params is None:
+        raise ConfigError(problems, HEADLINE)
+    return params
+
+
+def _generate(args: argparse.Namespace) -> int:
+    jobs = [*_given(args), *_from_file(args)]
+    if not jobs:
+        raise WorkerkitError("nothing to generate: give a prompt, or --prompts FILE")
+    assembly = common.assembly_of(args)
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(_writable(args.output)) if args.output is not None else None
+        engine = stack.enter_context(common.running_engine(assembly))
+        if len(jobs) == 1 and out is None:
+            return _stream(engine, _prompt(jobs[0], args, engine, assembly), jobs[0].params)
+        return _batch(engine, jobs, lambda job: _prompt(job, args, engine, assembly), out or sys.stdout)
+
+
+def _given(args: argparse.Namespace) -> Iterator[Job]:
+    params = sampling_of(args)
+    for prompt in args.prompt:
+        yield Job(common.read_text("-") if prompt == "-" else prompt, params)
+
+
+def _from_file(args: argparse.Namespace) -> Iterator[Job]:
+    if args.prompts is None:
+        return
+    params = sampling_of(args)
+    problems: list[str] = []
+    for number, line in enumerate(common.read_text(args.prompts).splitlines(), 1):
+        if not line.strip():
+            continue
+        if not args.prompts.endswith(".jsonl"):
+            yield Job(line, params)
+            continue
+        try:
+            yield _job(line, params, f"{args.prompts}:{number}")
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems, HEADLINE)
+
+
+def _job(line: str, params: SamplingParams, where: str) -> Job:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError([f"{where}: no JSON: {error}"], HEADLINE) from None
+    prompt = record.pop("prompt", None) if isinstance(record, dict) else None
+    ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not (isinstance(prompt, str) or ids):
+        raise ConfigError([f'{where}: expected {{"prompt": "text"}} (or a list of token ids), got {line}'], HEADLINE)
+    return Job(prompt, _params({**attrs.asdict(params), **record}, where))
+
+
+def _prompt(job: Job, args: argparse.Namespace, engine: Engine, assembly: Assembly) -> Prompt:
+    """What the engine is given. A rendered template holds its own special tokens, so none is added to it."""
+    if not isinstance(job.prompt, str) or not (args.chat or args.raw):
+        return job.prompt
+    text = job.prompt
+    if args.chat:
+        text = assembly.get(CHAT_TEMPLATE).render([{"role": "user", "content": text}])
+    return engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
+    start, count = time.perf_counter(), 0
+    with contextlib.closing(engine.stream(prompt, params)) as deltas:  # type: ignore[type-var]  # a generator
+        for delta in deltas:
+            if delta.finish_reason == "error":
+                raise RequestError(delta.error or "the request failed")
+            count += len(delta.token_ids)
+            print(delta.text, end="", flush=True)
+    print()
+    common.warn(common.speed(count, time.perf_counter() - start))
+    return 0
+
+
+@contextlib.contextmanager
+def _writable(path: str) -> Iterator[TextIO]:
+    try:
+        handle = open(path, "w", encoding="utf-8")  # noqa: SIM115  closed below
+    except OSError as error:
+        raise WorkerkitError(f"cannot write {path}: {error}") from error
+    with handle:
+        yield handle
+
+
+@contextlib.contextmanager
+def _ctrl_c() -> Iterator[threading.Event]:
+    """The first Ctrl-C lets the running step end, so that nothing is torn; the second one breaks off."""
+    pressed = threading.Event()
+
+    def note(*_: object) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, before)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
+        yield pressed
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Lines:
+    """Writes records in the order of their prompts; each line in one piece."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._ready: dict[int, dict[str, Any]] = {}
+        self._next = 0
+        self.failed = False
+
+    def add(self, record: dict[str, Any]) -> None:
+        self._ready[record["index"]] = record
+        self.failed |= record["error"] is not None
+        while self._next in self._ready:
+            self._write(self._ready.pop(self._next))
+            self._next += 1
+
+    def rest(self) -> None:
+        """What is finished but waits for one before it that will never be."""
+        for index in sorted(self._ready):
+            self._write(self._ready.pop(index))
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._out.flush()
+
+
+def _batch(engine: Engine, jobs: Sequence[Job], prompt_of: Callable[[Job], Prompt], out: TextIO) -> int:
+    from tqdm import tqdm
+
+    running: dict[str, dict[str, Any]] = {}
+    lines = _Lines(out)
+    start, count = time.perf_counter(), 0
+    with _ctrl_c() as pressed, tqdm(total=len(jobs), unit="prompt", file=sys.stderr) as bar:
+        try:
+            for index, job in enumerate(jobs):
+                record = dict(index=index, prompt=job.prompt, text="", token_ids=[], finish_reason=None, error=None)
+                try:
+                    running[engine.add_request(prompt_of(job), job.params)] = record
+                except RequestError as error:
+                    lines.add({**record, "finish_reason": "error", "error": str(error)})
+                    bar.update()
+            while running and not pressed.is_set():
+                for delta in engine.step():
+                    record = running[delta.req_id]
+                    record["text"] += delta.text
+                    record["token_ids"] += delta.token_ids
+                    count += len(delta.token_ids)
+                    if delta.finish_reason is not None:
+                        record.update(finish_reason=delta.finish_reason, error=delta.error)
+                        lines.add(running.pop(delta.req_id))
+                        bar.update()
+        finally:
+            for req_id in running:
+                engine.abort(req_id)
+            lines.rest()
+    common.warn(common.speed(count, time.perf_counter() - start))
+    if pressed.is_set():
+        raise KeyboardInterrupt
+    return 1 if lines.failed else 0

@@ -1,0 +1,116 @@
+"""A fake worker: the shortest life in which a runner of any kind can be built and driven."""
+
+from __future__ import annotations
+
+from workerkit.framework.errors import StageError
+from workerkit.framework.interfaces.attention import AttentionBackend
+from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, ParallelGroups
+from workerkit.framework.interfaces.kernels import Kernels
+from workerkit.framework.interfaces.kv_cache import KVCacheManager, KVLayout
+from workerkit.framework.interfaces.model import LoadedModel
+from workerkit.framework.interfaces.observer import StepHooks
+from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
+from workerkit.framework.interfaces.runner import ModelRunner, WorkerShape
+from workerkit.framework.interfaces.sampling import DraftWeights
+from workerkit.framework.interfaces.stages import KVStage, Later
+from workerkit.framework.interfaces.worker import Health, Worker
+
+
+class FakeWorker(Worker):
+    """Enters each stage and does nothing else there: no profiling, no sleep."""
+
+    def __init__(
+        self,
+        device: DeviceRuntime,
+        parallel: ParallelGroups,
+        attention: AttentionBackend,
+        kernels: Kernels,
+        kv_cache: Later[KVCacheManager],
+        context: Later[DeviceContext],
+        shape: Later[WorkerShape],
+        loaded: Later[LoadedModel],
+        draft: Later[DraftWeights],
+        runner: Later[ModelRunner],
+        stage: KVStage,
+        hooks: StepHooks,
+    ) -> None:
+        self._device = device
+        self._parallel = parallel
+        self._attention = attention
+        self._kernels = kernels
+        self._kv_cache = kv_cache
+        self._context = context
+        self._shape = shape
+        self._loaded = loaded
+        self._draft = draft
+        self._runner = runner
+        self._stage = stage
+        self._hooks = hooks
+        self._layout: KVLayout | None = None
+
+    def init_device(self) -> None:
+        self._context()
+        self._shape()
+
+    def load_model(self) -> None:
+        self._loaded()
+        self._draft()
+
+    def determine_available_memory(self) -> int:
+        return self._device.memory().free_bytes
+
+    def plan_kv_cache(self, available_bytes: int) -> KVLayout:
+        layers = (*self._loaded().network.attention_layers, *self._draft().attention_layers)
+        return self._kv_cache().plan(layers, self._attention.kernel_block_sizes, available_bytes)
+
+    def initialize_kv_cache(self, layout: KVLayout) -> None:
+        self._stage.enter(layout)
+        self._layout = layout
+        self._runner()
+
+    def compile_or_warm_up_model(self) -> None:
+        """Nothing is cold."""
+
+    def start(self) -> None:
+        self.init_device()
+        self.load_model()
+        self.initialize_kv_cache(self.plan_kv_cache(self.determine_available_memory()))
+        self.compile_or_warm_up_model()
+
+    @property
+    def shape(self) -> WorkerShape:
+        return self._shape()
+
+    @property
+    def layout(self) -> KVLayout:
+        if self._layout is None:
+            raise StageError("initialize_kv_cache comes first")
+        return self._layout
+
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
+        return self._runner().execute_model(output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None = None) -> StepOutput:
+        return self._runner().sample_tokens(grammar)
+
+    def execute_dummy_batch(self) -> None:
+        self._runner().execute_dummy_batch(1, 1)
+
+    def sleep(self, level: int = 1) -> None:
+        """It never tires."""
+
+    def wake_up(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+        """It never sleeps."""
+
+    def check_health(self) -> Health:
+        return Health(degraded=self._hooks.failures)
+
+    def profile(self, is_start: bool = True) -> None:
+        """There is nothing to see."""
+
+    def check_integrity(self) -> None:
+        self._runner().check_integrity()
+
+    def shutdown(self) -> None:
+        self._parallel.shutdown()
+        self._device.shutdown()
