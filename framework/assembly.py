@@ -145,15 +145,19 @@ class Assembly:
         return self._of(Engine)
 
     def with_override(self, role: Role[T], part: T) -> Assembly:
-        """An assembly with `part` in the role's place. It shares every instance that does not depend on the part (the
-        loaded model, say) and has its own of all others; this assembly stays as it is. Also a context manager, which
-        shuts the other worker down at the end."""
+        """An assembly with `part` in the role's place. It shares every instance that neither depends on the part nor
+        keeps state of a worker (the loaded model, say) and has its own of all others; this assembly stays as it is.
+        Also a context manager, which shuts the other worker down at the end."""
         keys = [key for key, node in self.plan.nodes.items() if node.role is role]
         if role.many:
             raise TypeError(f"{role.name} is a list of parts; override it in the config")
         return self._derive(
-            {key: Node(key=key, factory=lambda: part, role=role, name=type(part).__name__, order=self.plan.nodes[key].order)
-             for key in keys},
+            {
+                key: Node(
+                    key=key, factory=lambda: part, role=role, name=type(part).__name__, order=self.plan.nodes[key].order
+                )
+                for key in keys
+            },
             observed=True,
         )
 
@@ -166,7 +170,9 @@ class Assembly:
     def __enter__(self) -> Assembly:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -183,12 +189,12 @@ class Assembly:
 
 
 def _is_per_worker(node: Node) -> bool:
-    """Whether a node holds its worker's hooks or stages, which no other assembly may share."""
+    """Whether a node holds its worker's hooks, stages, requests or caches, which no other assembly may share."""
 
     def asks(wire: Wire) -> bool:
         return wire.special is not None or any(asks(inner) for inner in (wire.bundle or {}).values())
 
-    return any(asks(wire) for wire in node.wires.values())
+    return (node.role is not None and node.role.per_worker) or any(asks(wire) for wire in node.wires.values())
 
 
 def _tuple(*parts: Any) -> tuple[Any, ...]:
@@ -223,4 +229,3 @@ def assemble(
         if node.why.startswith("auto"):
             _log.info("components.%s: %s (%s)", node.key, node.name, node.why)
     return Assembly(plan, {}, observed=True)
-

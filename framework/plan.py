@@ -281,6 +281,8 @@ class Planner:
                 nested = [one] if one else []
             self._members[key] = tuple(c.key for c in nested)
             for inner in nested:
+                if parameter not in choice.options:
+                    inner.why = inner.why or f"default of {choice.role.name}: {choice.name}"
                 self._open(inner, order)
             parts = [self._resolved["components"].pop(c.key, {"use": c.name}) for c in nested]
             resolved[parameter] = parts if need.many else parts[0] if parts else None

@@ -69,6 +69,7 @@ class PluginHost:
             with self.registry.registering(name):
                 self._run(name, plugin)
             report = PluginReport(name, version, origin, self.registry.added_by(name))
+            self.registry.broken.pop(name, None)
         except Exception as error:  # a plugin may fail in any way
             if self._manager.has_plugin(name):
                 self._manager.unregister(name=name)

@@ -32,6 +32,7 @@ class Role(Generic[T]):
     many: bool = False
     nested: bool = False  # lives in the section of the part that asks for it, never at the top of `components`
     version: int = 1  # 0: provisional, no real implementation yet
+    per_worker: bool = False  # keeps state of one worker's requests or caches: another assembly never shares it
 
 
 @attrs.frozen
@@ -122,7 +123,10 @@ class Registry:
     def added_by(self, plugin: str) -> tuple[str, ...]:
         """`role: name` of each implementation that a plugin added."""
         return tuple(
-            f"{role}: {name}" for role, offers in self.offers.items() for name, o in offers.items() if o.plugin == plugin
+            f"{role}: {name}"
+            for role, offers in self.offers.items()
+            for name, o in offers.items()
+            if o.plugin == plugin
         )
 
     def add_role(self, role: Role[Any]) -> None:

@@ -157,15 +157,16 @@ def _from_folder(folder: pathlib.Path) -> _Loaded:
     for name in ("generation_config.json", "config.json"):
         value = _json(folder / name).get("eos_token_id")
         eos_ids += value if isinstance(value, list) else [value]
-    says = config.get("add_bos_token") is not None or config.get("add_eos_token") is not None
+    # as in transformers, a post-processor that adds tokens wins over the flags, which older files have instead
+    own = tokenizer.num_special_tokens_to_add(False) > 0
     return _Loaded(
         tokenizer=tokenizer,
         bos_token=bos,
         eos_token=eos,
         eos_token_ids=tuple(dict.fromkeys(i for i in eos_ids if isinstance(i, int))),
         chat_template=_chat_template(folder, config),
-        add_bos=bool(config.get("add_bos_token")) if says else None,
-        add_eos=bool(config.get("add_eos_token")),
+        add_bos=None if own else bool(config.get("add_bos_token")),
+        add_eos=not own and bool(config.get("add_eos_token")),
     )
 
 

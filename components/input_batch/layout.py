@@ -178,6 +178,8 @@ class AscendInputBuffers:
 
 def _put(buffer: torch.Tensor, source: torch.Tensor, size: int) -> torch.Tensor:
     """Copy into the buffer's head, zero up to `size`, return that much of it."""
-    buffer[: len(source)].copy_(source)
-    buffer[len(source) : size].zero_()
+    used = source.shape[0]
+    buffer[:used].copy_(source)
+    if used < size:
+        buffer[used:size].zero_()
     return buffer[:size]

@@ -55,7 +55,8 @@ def _loop(talk: Conversation) -> None:
         if word == "/reset":
             talk.reset()
         elif word == "/system":
-            talk.reset(rest.strip() or None)
+            talk.system = rest.strip() or None
+            talk.reset()
         elif word.startswith("/"):
             common.warn(f"no command {word}; {HELP}")
         elif line:
@@ -73,18 +74,17 @@ class Conversation:
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
         self._engine = engine
         self._params = params
-        self._system = system
+        self.system = system
         self._messages: list[dict[str, str]] = []
 
-    def reset(self, system: str | None = None) -> None:
-        """Forget the conversation. `system` replaces the instructions; None keeps them."""
-        self._system = system if system is not None else self._system
+    def reset(self) -> None:
+        """Forget the conversation, and keep the instructions."""
         self._messages = []
 
     def ask(self, question: str) -> str:
         """Print the answer as it comes, and return how fast it came. A part of an answer that was stopped stays in the
         conversation; a question that was refused does not. Raises RequestError."""
-        first = [{"role": "system", "content": self._system}] if self._system is not None else []
+        first = [{"role": "system", "content": self.system}] if self.system is not None else []
         messages = [*first, *self._messages, {"role": "user", "content": question}]
         start, count, answer = time.perf_counter(), 0, ""
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from workerkit.framework.assembly import Assembly, assemble
 from workerkit.framework.errors import ConfigError, WorkerkitError
 from workerkit.framework.interfaces.engine import Engine
 from workerkit.framework.plan import Plan, make_plan
-from workerkit.framework.plugins import Plugins
 
 Run = Callable[[argparse.Namespace], int]  # `args.plugins` holds what was loaded
 
@@ -111,18 +110,13 @@ def speed(num_tokens: int, seconds: float) -> str:
     return f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / max(seconds, 1e-9):.1f} tokens/s"
 
 
-def columns(rows: list[tuple[str, ...]], indent: str = "") -> Iterator[str]:
+def columns(rows: Sequence[tuple[str, ...]], indent: str = "") -> Iterator[str]:
     """Lines with aligned columns; the last one runs free."""
     if not rows:
         return
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:
         yield (indent + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])).rstrip()
-
-
-def plugin_of(plugins: Plugins, role: str, name: str) -> str:
-    """Which plugin brought an implementation."""
-    return plugins.registry.offers[role][name].plugin
 
 
 def plain(value: Any) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 import attrs
@@ -17,20 +15,13 @@ import attrs
 from workerkit.framework import config as configs
 from workerkit.framework.assembly import Assembly
 from workerkit.framework.cli import common
+from workerkit.framework.cli.batch import Job, run_batch
 from workerkit.framework.errors import ConfigError, RequestError, WorkerkitError
 from workerkit.framework.interfaces.engine import Engine, Prompt
 from workerkit.framework.interfaces.request import SamplingParams
 from workerkit.framework.roles import CHAT_TEMPLATE
 
 HEADLINE = "the prompts are not valid"
-
-
-@attrs.frozen
-class Job:
-    """One prompt, as given."""
-
-    prompt: Prompt
-    params: SamplingParams
 
 
 def add_to(group: Any) -> None:
@@ -48,11 +39,11 @@ def add_to(group: Any) -> None:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='a prompt a line; in a .jsonl file {"prompt": …} with options of its own, which win (max_tokens, top_k, …)',
+        help='a prompt a line; in .jsonl {"prompt": …, "max_tokens": …}, whose options win over those given here',
     )
     parser.add_argument("--output", metavar="OUT.jsonl", help="write JSON lines here")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--chat", action="store_true", help="ask each prompt as a user's message, through the chat template")
+    how.add_argument("--chat", action="store_true", help="make each prompt a user's message of the chat template")
     how.add_argument("--raw", action="store_true", help="add no special tokens, such as a BOS token, to the prompt")
     add_sampling(parser, max_tokens=256)
 
@@ -91,7 +82,7 @@ def _generate(args: argparse.Namespace) -> int:
         engine = stack.enter_context(common.running_engine(assembly))
         if len(jobs) == 1 and out is None:
             return _stream(engine, _prompt(jobs[0], args, engine, assembly), jobs[0].params)
-        return _batch(engine, jobs, lambda job: _prompt(job, args, engine, assembly), out or sys.stdout)
+        return run_batch(engine, jobs, lambda job: _prompt(job, args, engine, assembly), out or sys.stdout)
 
 
 def _given(args: argparse.Namespace) -> Iterator[Job]:
@@ -124,7 +115,7 @@ def _job(line: str, params: SamplingParams, where: str) -> Job:
         record = json.loads(line)
     except ValueError as error:
         raise ConfigError([f"{where}: no JSON: {error}"], HEADLINE) from None
-    prompt = record.pop("prompt", None) if isinstance(record, dict) else None
+    prompt: Any = record.pop("prompt", None) if isinstance(record, dict) else None
     ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not (isinstance(prompt, str) or ids):
         raise ConfigError([f'{where}: expected {{"prompt": "text"}} (or a list of token ids), got {line}'], HEADLINE)
@@ -162,83 +153,3 @@ def _writable(path: str) -> Iterator[TextIO]:
         raise WorkerkitError(f"cannot write {path}: {error}") from error
     with handle:
         yield handle
-
-
-@contextlib.contextmanager
-def _ctrl_c() -> Iterator[threading.Event]:
-    """The first Ctrl-C lets the running step end, so that nothing is torn; the second one breaks off."""
-    pressed = threading.Event()
-
-    def note(*_: object) -> None:
-        pressed.set()
-        signal.signal(signal.SIGINT, before)
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
-        yield pressed
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _Lines:
-    """Writes records in the order of their prompts; each line in one piece."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._ready: dict[int, dict[str, Any]] = {}
-        self._next = 0
-        self.failed = False
-
-    def add(self, record: dict[str, Any]) -> None:
-        self._ready[record["index"]] = record
-        self.failed |= record["error"] is not None
-        while self._next in self._ready:
-            self._write(self._ready.pop(self._next))
-            self._next += 1
-
-    def rest(self) -> None:
-        """What is finished but waits for one before it that will never be."""
-        for index in sorted(self._ready):
-            self._write(self._ready.pop(index))
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._out.flush()
-
-
-def _batch(engine: Engine, jobs: Sequence[Job], prompt_of: Callable[[Job], Prompt], out: TextIO) -> int:
-    from tqdm import tqdm
-
-    running: dict[str, dict[str, Any]] = {}
-    lines = _Lines(out)
-    start, count = time.perf_counter(), 0
-    with _ctrl_c() as pressed, tqdm(total=len(jobs), unit="prompt", file=sys.stderr) as bar:
-        try:
-            for index, job in enumerate(jobs):
-                record = dict(index=index, prompt=job.prompt, text="", token_ids=[], finish_reason=None, error=None)
-                try:
-                    running[engine.add_request(prompt_of(job), job.params)] = record
-                except RequestError as error:
-                    lines.add({**record, "finish_reason": "error", "error": str(error)})
-                    bar.update()
-            while running and not pressed.is_set():
-                for delta in engine.step():
-                    record = running[delta.req_id]
-                    record["text"] += delta.text
-                    record["token_ids"] += delta.token_ids
-                    count += len(delta.token_ids)
-                    if delta.finish_reason is not None:
-                        record.update(finish_reason=delta.finish_reason, error=delta.error)
-                        lines.add(running.pop(delta.req_id))
-                        bar.update()
-        finally:
-            for req_id in running:
-                engine.abort(req_id)
-            lines.rest()
-    common.warn(common.speed(count, time.perf_counter() - start))
-    if pressed.is_set():
-        raise KeyboardInterrupt
-    return 1 if lines.failed else 0

@@ -27,7 +27,7 @@ class Layout:
 
 
 def layout(needs: Mapping[str, set[str]], lazy: Mapping[str, set[str]], node_gap: float, line_gap: float) -> Layout:
-    """`needs`: what each node needs at once, which has no circle; `lazy`: what it asks for later, which may close one."""
+    """`needs`: what each node needs at once, without a circle; `lazy`: what it asks for later, which may close one."""
     layer = _layers(needs, lazy)
     both = {node: needs[node] | lazy[node] for node in needs}
     users: dict[str, list[str]] = {node: [] for node in needs}
@@ -75,7 +75,9 @@ def _layers(needs: Mapping[str, set[str]], lazy: Mapping[str, set[str]]) -> dict
     return layer
 
 
-def _rows(columns: list[list[Spot]], neighbours: Mapping[Spot, list[Spot]], gap: Mapping[Spot, float]) -> dict[Spot, float]:
+def _rows(
+    columns: list[list[Spot]], neighbours: Mapping[Spot, list[Spot]], gap: Mapping[Spot, float]
+) -> dict[Spot, float]:
     y: dict[Spot, float] = {}
     for column in columns:
         _place(column, {spot: float(i) for i, spot in enumerate(column)}, gap, y)

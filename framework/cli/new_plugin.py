@@ -7,7 +7,6 @@ import keyword
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from workerkit.framework.cli import common, skeletons
@@ -67,7 +66,7 @@ def _check(registry: Registry, role: str, name: str) -> Role[Any]:
     if role not in registry.roles:
         problems.append(f"no role {role!r}; {did_you_mean(role, registry.roles)}")
     elif name in registry.offers[role]:
-        problems.append(f"{role} {name!r} is already registered by {common.plugin_of(registry, role, name)}")
+        problems.append(f"{role} {name!r} is already registered by {registry.offers[role][name].plugin}")
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name) or name == "auto":
         near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_").lstrip("0123456789_")
         hint = f"; did you mean {near!r}?" if near and not keyword.iskeyword(near) and near != "auto" else ""
@@ -87,21 +86,13 @@ def _derived(registry: Registry, role: Role[Any], base: str | None, values: dict
         raise WorkerkitError(f"{role.name} has no implementation to start from; roles that can: {', '.join(able)}")
     if base not in bases:
         raise WorkerkitError(f"--base {base!r}: no importable class of {role.name}; {did_you_mean(base, bases)}")
-    cls = bases[base]
     goes_with = {
         offer.role.name: offer.name
         for offers in registry.offers.values()
         for offer in offers.values()
         if offer.defaults.get(role.name) == base
     }
-    values |= {
-        "base": cls.__name__,
-        "base_module": cls.__module__,
-        "base_name": base,
-        "methods": "\n".join(skeletons.delegate(cls, name) for name in _abstract(cls)),
-        "doc": " ".join((cls.__doc__ or "").split("\n")[0].split()),
-    }
-    return skeletons.derived(role.name, goes_with, values)
+    return skeletons.derived(bases[base], _abstract(bases[base]), goes_with, {**values, "base_name": base})
 
 
 def _classes(registry: Registry, role: Role[Any]) -> Iterator[tuple[str, type]]:
@@ -121,8 +112,3 @@ def _abstract(cls: type) -> list[str]:
         if interface.__module__.startswith("workerkit.framework.interfaces."):
             found |= {n: None for n in vars(interface) if n in getattr(interface, "__abstractmethods__", ())}
     return list(found)
-
-
-def render(template: str, values: Mapping[str, str]) -> str:
-    """`$name` replaced."""
-    return Template(template).substitute(values)

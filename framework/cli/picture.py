@@ -12,9 +12,10 @@ from workerkit.framework import roles
 from workerkit.framework.cli import common
 from workerkit.framework.cli.layout import Layout, Spot, layout
 from workerkit.framework.plan import Node, Plan
+from workerkit.framework.registry import Role
 
 WIDTH, HEIGHT, STEP, MARGIN = 168, 40, 250, 24  # of a box, from one layer to the next, around the picture
-_GROUPS: tuple[tuple[str, str, tuple[roles.Role[Any], ...]], ...] = (
+_GROUPS: tuple[tuple[str, str, tuple[Role[Any], ...]], ...] = (
     ("engine", "#7c3aed", (roles.ENGINE, roles.SCHEDULER, roles.TOKENIZER, roles.CHAT_TEMPLATE)),
     ("worker and runner", "#dc2626", (roles.WORKER, roles.RUNNER)),
     ("batch", "#db2777", (roles.REQUEST_STATE, roles.INPUT_BATCH, roles.BLOCK_TABLE)),
@@ -22,7 +23,15 @@ _GROUPS: tuple[tuple[str, str, tuple[roles.Role[Any], ...]], ...] = (
     (
         "model",
         "#2563eb",
-        (roles.MODEL, roles.MODEL_LIBRARY, roles.LOADER, roles.MODEL_STORE, roles.MODEL_STATE, roles.LORA, roles.ENCODER),
+        (
+            roles.MODEL,
+            roles.MODEL_LIBRARY,
+            roles.LOADER,
+            roles.MODEL_STORE,
+            roles.MODEL_STATE,
+            roles.LORA,
+            roles.ENCODER,
+        ),
     ),
     (
         "sampling and drafts",

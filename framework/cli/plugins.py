@@ -10,7 +10,7 @@ from workerkit.framework.cli import common
 
 def add_to(group: Any) -> None:
     """Add the command to the parser group."""
-    parser = common.command(group, "plugins", _plugins, "list plugins and what they registered; tracebacks of broken ones")
+    parser = common.command(group, "plugins", _plugins, "list plugins, what they registered, and why one is broken")
     parser.add_argument("--strict", action="store_true", help="exit code 1 when one is broken")
 
 

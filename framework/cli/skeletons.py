@@ -1,304 +1,148 @@
-"""The texts of `workerkit new-plugin`."""
+"""What `workerkit new-plugin` writes: file names and texts of a package."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from string import Template
-
-_PYPROJECT = """\
-[build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "$dist"
-version = "0.1.0"
-description = "A $role for workerkit."
-readme = "README.md"
-requires-python = ">=3.11"
-dependencies = ["workerkit"]
-
-[project.optional-dependencies]
-test = ["pytest"]
-
-[project.entry-points.workerkit]
-$name = "$module"
-
-[tool.setuptools]
-packages = ["$module"]
-
-[tool.pytest.ini_options]
-testpaths = ["tests"]
-pythonpath = ["."]
-"""
-
-_README = """\
-# $dist
-
-`$name`, a `$role` for workerkit.
-
-    pip install -e .[test]
-    pytest
-    workerkit plugins              # lists $name
-    workerkit components $role     # with its options
-
-A config selects it:
-
-```yaml
-$yaml```
-"""
-
-_TEST = '''\
-"""The plugin registers its part, a config can select it, and it does what it says."""
-
-$imports
-
-import $module
-
-
-def registry() -> Registry:
-    host = PluginHost()
-    host.load("builtin", builtin)
-    report = host.load("$name", $module)
-    assert report.registered == ("$role: $name",), report.traceback
-    return host.registry
-
-
-def test_a_config_selects_it() -> None:
-    assembly = assemble($config, registry=registry())
-    node = assembly.plan.nodes["$key"]
-    assert (node.name, node.factory) == ("$name", $module.$cls)
-$test'''
-
-_TEST_IMPORTS = """\
-from workerkit.framework.assembly import assemble
-from workerkit.framework.plugins import PluginHost
-from workerkit.framework.registry import Registry
-from workerkit.plugins import builtin
-"""
-
-_REGISTER = '''
-
-@hookimpl
-def worker_components(registry: Registry) -> None:
-    """Called by workerkit when the plugin is loaded."""
-    registry.add(roles.$ROLE, "$name", $cls)
-'''
-
-_SAMPLER_STAGE = '''\
-"""$name: tokens that are never sampled."""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-import attrs
-import torch
-
-from workerkit.framework import roles
-from workerkit.framework.hooks import hookimpl
-from workerkit.framework.interfaces.sampling import SamplerStage, SamplingContext
-from workerkit.framework.registry import Registry
-
-WORKERKIT_API = $api
-
-
-@attrs.frozen(kw_only=True)
-class ${cls}Config:
-    """Options of $name."""
-
-    token_ids: tuple[int, ...] = attrs.field(default=(), metadata={"doc": "tokens that are never sampled"})
-
-
-class $cls(SamplerStage):
-    """Bans tokens in every request."""
-
-    def __init__(self, config: ${cls}Config) -> None:
-        self._token_ids = list(config.token_ids)
-
-    def apply(self, logits: torch.Tensor, context: SamplingContext) -> torch.Tensor:
-        """float32 [N, V] -> [N, V]."""
-        logits[:, self._token_ids] = -torch.inf
-        return logits
-
-    def defaults(self) -> Mapping[str, float | int]:
-        """It reads no option of a request."""
-        return {}
-'''
-
-_SAMPLER_STAGE_TEST = '''
-
-def test_it_bans_its_tokens_only() -> None:
-    part = $module.$cls($module.${cls}Config(token_ids=(1,)))
-    rows = torch.zeros(2, dtype=torch.int64)
-    logits = part.apply(torch.ones(2, 3), SamplingContext(slots=rows, positions=rows))
-    assert logits.tolist() == [[1.0, -torch.inf, 1.0]] * 2
-'''
-
-_OBSERVERS = '''\
-"""$name: counts the tokens of a worker."""
-
-from __future__ import annotations
-
-from workerkit.framework import roles
-from workerkit.framework.hooks import hookimpl
-from workerkit.framework.interfaces.observer import Observer
-from workerkit.framework.interfaces.request import ModelRunnerOutput
-from workerkit.framework.registry import Registry
-
-WORKERKIT_API = $api
-
-
-class $cls(Observer):
-    """Counts tokens. The other hooks that an observer may have are in `workerkit.framework.hooks.StepSpec`."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-
-    @hookimpl
-    def output_ready(self, output: ModelRunnerOutput) -> None:
-        """The tokens of a step are on the host."""
-        self.num_tokens += sum(map(len, output.sampled_token_ids))
-'''
-
-_OBSERVERS_TEST = '''
-
-def test_it_counts_tokens() -> None:
-    part, hooks = $module.$cls(), WorkerHooks()
-    hooks.join(0, "$key", part)
-    hooks.output_ready(ModelRunnerOutput(req_ids=("a", "b"), sampled_token_ids=((5,), (6, 7))))
-    assert part.num_tokens == 3
-    assert hooks.failures == ()
-'''
-
-_KERNEL_LIBRARY = '''\
-"""$name: kernels, to be named in front of others that have the same ops."""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+import attrs
 
-from workerkit.framework import roles
-from workerkit.framework.hooks import hookimpl
-from workerkit.framework.interfaces.kernels import KernelLibrary
-from workerkit.framework.registry import Registry
+from workerkit.framework import config as configs
+from workerkit.framework.cli import templates
 
-WORKERKIT_API = $api
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H]: computed in float32, rounded to x's dtype, times weight."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+_IMPORTS = (
+    "from workerkit.framework.assembly import assemble",
+    "from workerkit.framework.plugins import PluginHost",
+    "from workerkit.framework.registry import Registry",
+    "from workerkit.plugins import builtin",
+)
+_INTERFACES = "from workerkit.framework.interfaces"
 
 
-class $cls(KernelLibrary):
-    """One op; the rest comes from the libraries named after it. `workerkit.framework.interfaces.kernels` has them all."""
+@attrs.frozen
+class Example:
+    """A role that starts from a working part of its own."""
 
-    @property
-    def name(self) -> str:
-        """What `workerkit wiring` calls it."""
-        return "$name"
-
-    @property
-    def ops(self) -> Mapping[str, Callable[..., Any]]:
-        """Op -> function."""
-        return {"rms_norm": rms_norm}
-'''
-
-_KERNEL_LIBRARY_TEST = '''
-
-def test_its_op_is_bound() -> None:
-    bindings = assemble($config, registry=registry()).get(KERNELS).bindings
-    assert bindings["rms_norm"] == "$name"
-    assert bindings["silu_and_mul"] == "reference"
+    module: str
+    test: str
+    key: str  # of the part in a plan
+    components: str  # the config that selects it, YAML
+    imports: tuple[str, ...]  # of the test, beside those of every test
 
 
-def test_it_agrees_with_the_reference() -> None:
-    reference = registry().entry("kernel_library", "reference").factory().ops["rms_norm"]
-    x, weight = torch.randn(5, 16), torch.randn(16)
-    torch.testing.assert_close($module.rms_norm(x, weight, 1e-5), reference(x, weight, 1e-5))
-'''
-
-_SPECULATOR = '''\
-"""$name: proposes the newest token again."""
-
-from __future__ import annotations
-
-import torch
-
-from workerkit.framework import roles
-from workerkit.framework.hooks import hookimpl
-from workerkit.framework.interfaces.sampling import DraftInputs, Speculator
-from workerkit.framework.interfaces.sections import LimitsSection
-from workerkit.framework.registry import Registry
-
-WORKERKIT_API = $api
-
-
-class $cls(Speculator):
-    """Repeats the newest token `limits.num_speculative_tokens` times."""
-
-    def __init__(self, limits: LimitsSection) -> None:
-        self._num_tokens = limits.num_speculative_tokens
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        """K."""
-        return self._num_tokens
-
-    def propose(self, inputs: DraftInputs) -> torch.Tensor:
-        """[num_reqs, K] int64."""
-        return inputs.last_sampled[:, None].repeat(1, self._num_tokens)
-'''
-
-_SPECULATOR_TEST = '''
-
-def test_it_repeats_the_newest_token() -> None:
-    part = $module.$cls(LimitsSection(num_speculative_tokens=3))
-    unused: Any = None
-    inputs = DraftInputs(
-        batch=unused, tables=unused, hidden=unused, taps={}, sampled=unused, last_sampled=torch.tensor([7, 9])
-    )
-    assert part.propose(inputs).tolist() == [[7, 7, 7], [9, 9, 9]]
-'''
-
-_DERIVED = '''\
-"""$name: a $role that starts from `$base_name`."""
-
-from __future__ import annotations
-
-from $base_module import $base
-
-from workerkit.framework import roles
-from workerkit.framework.hooks import hookimpl
-from workerkit.framework.registry import Registry
-
-WORKERKIT_API = $api
-
-
-class $cls($base):
-    """As `$base_name` ($doc) Change what should differ and delete the rest."""
-
-$methods'''
-
-_DERIVED_TEST = '''
-
-def test_it_has_its_own_methods() -> None:
-    assert set($names) <= set(vars($module.$cls))
-'''
-
-# role -> (module, config that selects it, key of its node, extra imports of the test, test)
-EXAMPLES: Mapping[str, tuple[str, str, str, str, str]] = {
-    "sampler_stage": (
-        _SAMPLER_STAGE,
-        '{"components": {"sampler": {"stages": ["$name"]}}}',
+EXAMPLES: Mapping[str, Example] = {
+    "sampler_stage": Example(
+        templates.SAMPLER_STAGE,
+        templates.SAMPLER_STAGE_TEST,
         "sampler.stages[0]",
-        "import torch\n{}from workerkit.framework.interfaces.sampling import SamplingContext\n",
-        _SAMPLER_STAGE_TEST,
+        "{sampler: {stages: [$name, temperature, top_k_top_p]}}",
+        ("import numpy as np", "import torch", f"{_INTERFACES}.sampling import SamplingContext"),
+    ),
+    "observers": Example(
+        templates.OBSERVERS,
+        templates.OBSERVERS_TEST,
+        "observers[0]",
+        "{observers: [$name]}",
+        ("from workerkit.framework.hooks import WorkerHooks", f"{_INTERFACES}.request import ModelRunnerOutput"),
+    ),
+    "kernel_library": Example(
+        templates.KERNEL_LIBRARY,
+        templates.KERNEL_LIBRARY_TEST,
+        "kernels.libraries[0]",
+        "{kernels: {libraries: [$name, reference]}}",
+        ("import torch", "from workerkit.framework.roles import KERNELS"),
+    ),
+    "speculator": Example(
+        templates.SPECULATOR,
+        templates.SPECULATOR_TEST,
+        "speculator",
+        "{speculator: $name}",
+        (
+            "from typing import Any",
+            "import torch",
+            f"{_INTERFACES}.sampling import DraftInputs",
+            f"{_INTERFACES}.sections import LimitsSection",
+        ),
     ),
 }
+
+
+def example(role: str, values: Mapping[str, str]) -> Mapping[str, str]:
+    """A package around the role's example."""
+    chosen = EXAMPLES[role]
+    return _package(chosen.module, chosen.test, chosen.imports, values, {})
+
+
+def derived(
+    base: type, methods: Iterable[str], goes_with: Mapping[str, str], values: Mapping[str, str]
+) -> Mapping[str, str]:
+    """A package around a class under an installed one, with each of the methods handed on. `goes_with`: parts of other
+    roles that a config must name too."""
+    filled = {
+        **values,
+        "base": base.__name__,
+        "base_module": base.__module__,
+        "methods": "\n".join(_delegate(base, name) for name in methods),
+    }
+    return _package(templates.DERIVED, "", (), filled, goes_with)
+
+
+def _package(
+    module: str, test: str, imports: tuple[str, ...], values: Mapping[str, str], goes_with: Mapping[str, str]
+) -> Mapping[str, str]:
+    role = values["role"]
+    key = EXAMPLES[role].key if role in EXAMPLES else role
+    chosen = EXAMPLES[role].components if role in EXAMPLES else "{$role: $name}"
+    config = {"components": {**goes_with, **configs.parse_yaml(_fill(chosen, values), role)}}
+    filled = {**values, "key": key, "config": _source(config), "yaml": configs.dump_yaml(config)}
+    filled["imports"] = _sorted({*_IMPORTS, *imports})
+    filled["test"] = _fill(test, filled)
+    return {
+        "pyproject.toml": _fill(templates.PYPROJECT, filled),
+        "README.md": _fill(templates.README, filled),
+        f"{values['module']}/__init__.py": _fill(module + templates.REGISTER, filled),
+        f"tests/test_{values['name']}.py": _fill(templates.TEST, filled),
+    }
+
+
+def _sorted(imports: Iterable[str]) -> str:
+    """Standard library, third party, workerkit: each in its paragraph."""
+    groups: list[list[str]] = [[], [], []]
+    for line in sorted(imports):
+        groups[2 if "workerkit" in line else 1 if line in ("import torch", "import numpy as np") else 0].append(line)
+    return "\n\n".join("\n".join(group) for group in groups if group)
+
+
+def _source(config: Mapping[str, Any]) -> str:
+    """As Python, in lines that are not too long."""
+    lines = (f'        "{role}": {part!r},\n'.replace("'", '"') for role, part in config["components"].items())
+    return '{\n    "components": {\n' + "".join(lines) + "    }\n}"
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    return Template(template).substitute(values)
+
+
+def _delegate(cls: type, name: str) -> str:
+    """A method that hands on to the base class, with the parameters it has there."""
+    member = inspect.getattr_static(cls, name)
+    doc = (inspect.getdoc(getattr(cls, name)) or f"{name} of the interface.").partition("\n")[0]
+    head = textwrap.shorten(doc.replace('"', "'"), 100, placeholder=" …")
+    if isinstance(member, property):
+        return f'    @property\n    def {name}(self):\n        """{head}"""\n        return super().{name}\n'
+    parameters = [*inspect.signature(member).parameters.values()][1:]
+    plain = [p.replace(annotation=p.empty) for p in parameters]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = str(inspect.Signature([own, *plain])).replace("'", '"')
+    passed = ", ".join(_passed(p) for p in parameters)
+    return f'    def {name}{signature}:\n        """{head}"""\n        return super().{name}({passed})\n'
+
+
+def _passed(parameter: inspect.Parameter) -> str:
+    if parameter.kind is parameter.KEYWORD_ONLY:
+        return f"{parameter.name}={parameter.name}"
+    stars = "*" * (parameter.kind is parameter.VAR_POSITIONAL) + "**" * (parameter.kind is parameter.VAR_KEYWORD)
+    return stars + parameter.name

@@ -28,7 +28,7 @@ def _wiring(args: argparse.Namespace) -> int:
     if args.open and not args.html:
         raise WorkerkitError("--open needs --html OUT")
     assembly = common.assembly_of(args)
-    bindings = kernel_bindings(assembly)
+    bindings = _kernel_bindings(assembly)
     if args.html is None:
         print("\n".join(_text(assembly, bindings)))
         return 0
@@ -43,7 +43,7 @@ def _wiring(args: argparse.Namespace) -> int:
     return 0
 
 
-def kernel_bindings(assembly: Assembly) -> Mapping[str, str]:
+def _kernel_bindings(assembly: Assembly) -> Mapping[str, str]:
     """Op -> library; built without a device. When that fails, `?` -> why."""
     if KERNELS.name not in assembly.plan.nodes:
         return {}
@@ -55,10 +55,8 @@ def kernel_bindings(assembly: Assembly) -> Mapping[str, str]:
 
 def _text(assembly: Assembly, bindings: Mapping[str, str]) -> Iterator[str]:
     for node in assembly.plan.nodes.values():
-        yield heading(node)
-        yield from common.columns(
-            [(name, f"<- {source(wire)}") for name, wire in node.wires.items()], indent="    "
-        )
+        yield _heading(node)
+        yield from common.columns([(name, f"<- {what}") for name, what in _sources(node.wires)], indent="    ")
     for name in assembly.plan.published:
         yield f"{name}: comes to life when the worker lays out its KV cache"
     if bindings:
@@ -67,7 +65,7 @@ def _text(assembly: Assembly, bindings: Mapping[str, str]) -> Iterator[str]:
         yield from common.columns([(op, library) for op, library in bindings.items()], indent="    ")
 
 
-def heading(node: Node) -> str:
+def _heading(node: Node) -> str:
     """`sampler: torch (TorchSampler) - default`."""
     made_by = getattr(node.factory, "__qualname__", str(node.factory))
     if node.role is None:
@@ -75,14 +73,17 @@ def heading(node: Node) -> str:
     return f"{node.key}: {node.name} ({made_by})  {node.why or 'named by the config'}"
 
 
-def source(wire: Wire) -> str:
-    """What a parameter receives, in words."""
-    if wire.special is not None:
-        return f"the worker's {wire.special.__name__}"
-    if wire.bundle is not None and wire.bundle_class is not None:
-        return f"{wire.bundle_class.__name__}({', '.join(f'{k}={source(w)}' for k, w in wire.bundle.items())})"
-    if wire.many:
-        return f"[{', '.join(wire.keys)}]"
-    if wire.keys:
-        return f"{wire.keys[0]}, built when first asked for" if wire.later else wire.keys[0]
-    return f"section {type(wire.value).__name__}"
+def _sources(wires: Mapping[str, Wire]) -> Iterator[tuple[str, str]]:
+    """Each parameter, and each field of a bundle, with what it receives."""
+    for name, wire in wires.items():
+        if wire.bundle is not None and wire.bundle_class is not None:
+            yield name, f"a {wire.bundle_class.__name__} of"
+            yield from ((f"  .{field}", what) for field, what in _sources(wire.bundle))
+        elif wire.special is not None:
+            yield name, f"the worker's {wire.special.__name__}"
+        elif wire.many:
+            yield name, f"[{', '.join(wire.keys)}]"
+        elif wire.keys:
+            yield name, f"{wire.keys[0]}, built when first asked for" if wire.later else wire.keys[0]
+        else:
+            yield name, f"section {type(wire.value).__name__}"

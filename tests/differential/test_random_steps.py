@@ -195,7 +195,7 @@ def test_the_runners_and_a_forward_alone_write_the_same_tokens(registry):
     print(f"\n{seed} scenarios: " + ", ".join(f"{value} {name}" for name, value in sorted(counts.items())))
     assert counts["preemptions"] >= 100
     assert counts["aborts"] >= 20
-    assert counts["row moves"] >= 200
+    assert counts["row moves"] >= 50
     assert counts["distinct tokens"] >= 55  # of 61
     assert counts["near ties"] <= 2
 

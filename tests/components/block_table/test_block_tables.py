@@ -254,7 +254,9 @@ def test_all_tables_agree_on_a_random_history(block_sizes, kernel, seed):
     for _ in range(150):
         for _ in range(random_.randint(1, 4)):
             index = random_.randrange(6)
-            room = [-(-50 // size) - len(held) for size, held in zip(block_sizes, model.get(index, [()] * 3), strict=False)]
+            room = [
+                -(-50 // size) - len(held) for size, held in zip(block_sizes, model.get(index, [()] * 3), strict=False)
+            ]
             action = random_.choice(["add", "append", "clear"])
             if action == "add":
                 model[index] = ids([random_.randint(0, -(-50 // size)) for size in block_sizes])

@@ -169,7 +169,8 @@ class World:
         host_plan, device_plan = self.host.plan(output), self.device.plan(output)
         assert host_plan.req_ids == device_plan.req_ids
         desc = BatchDescriptor(
-            num_tokens=self.random.randint(host_plan.num_tokens, 24), num_reqs=self.random.randint(host_plan.num_reqs, 6)
+            num_tokens=self.random.randint(host_plan.num_tokens, 24),
+            num_reqs=self.random.randint(host_plan.num_reqs, 6),
         )
         self.rows.sync(host_plan, self.host)
         batches = [self.rows.build(host_plan, desc), self.batcher.build(device_plan, desc)]

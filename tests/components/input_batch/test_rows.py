@@ -16,7 +16,9 @@ from workerkit.framework.interfaces.kv_cache import KVCacheGroup, KVCacheSpec, K
 from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SamplingParams, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
 
-SHAPE = WorkerShape(max_model_len=32, max_num_reqs=8, max_num_batched_tokens=32, vocab_size=100, num_speculative_tokens=2)
+SHAPE = WorkerShape(
+    max_model_len=32, max_num_reqs=8, max_num_batched_tokens=32, vocab_size=100, num_speculative_tokens=2
+)
 CONTEXT = DeviceContext(device=torch.device("cpu"), dtype=torch.float32)
 LAYOUT = KVLayout(
     num_blocks=100,
@@ -67,7 +69,11 @@ class Rows:
             (tokens.tolist(), int(count), record.request.req_id, list(blocks), self.tables.block_ids(row))
             for row, (tokens, count, record, blocks) in enumerate(
                 zip(
-                    self.batch.token_ids_cpu, self.batch.num_tokens, self.batch._records, self.batch._num_blocks, strict=False
+                    self.batch.token_ids_cpu,
+                    self.batch.num_tokens,
+                    self.batch._records,
+                    self.batch._num_blocks,
+                    strict=False,
                 )
             )
         ]
@@ -118,7 +124,7 @@ def test_b111_a_swap_exchanges_every_per_row_array(rows):
 def test_rows_follow_the_plan_and_unscheduled_requests_leave_them(rows):
     for number, name in enumerate("abcd"):
         rows.add(name, range(10 * number + 1, 10 * number + 6))
-    rows.step({name: 4 for name in "abcd"})
+    rows.step(dict.fromkeys("abcd", 4))
     moves = rows.batch.row_moves
     assert moves == 0
     for name in "bd":

@@ -98,7 +98,11 @@ def test_which_number_of_blocks_wins(section, available, right):
     ("section", "available", "names"),
     [
         ({"num_blocks": 7}, 0, ["cache.num_blocks", "7 blocks", "needs 8"]),
-        ({"memory_bytes": 8 * PAGE - 1}, 10**9, [f"cache.memory_bytes = {8 * PAGE - 1}", "needs 8", f"{8 * PAGE} bytes"]),
+        (
+            {"memory_bytes": 8 * PAGE - 1},
+            10**9,
+            [f"cache.memory_bytes = {8 * PAGE - 1}", "needs 8", f"{8 * PAGE} bytes"],
+        ),
         ({}, 100, ["100 bytes that are available", "raise cache.memory_fraction or lower model.max_model_len"]),
         ({}, -5, ["0 blocks"]),
     ],

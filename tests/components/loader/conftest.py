@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+
 from workerkit.components.loader.store import LocalModelStore, LocalModelStoreConfig
 
 SMALL = {

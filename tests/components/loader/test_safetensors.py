@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from workerkit.components.loader.auto import AutoLoader
 from workerkit.components.loader.safetensors import SafetensorsLoader
 from workerkit.framework.errors import ModelError, WeightError

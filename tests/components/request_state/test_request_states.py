@@ -16,7 +16,9 @@ from workerkit.framework.interfaces.request import CachedRequest, NewRequest, Sa
 from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling import SamplerOutput
 
-SHAPE = WorkerShape(max_model_len=16, max_num_reqs=3, max_num_batched_tokens=12, vocab_size=50, num_speculative_tokens=2)
+SHAPE = WorkerShape(
+    max_model_len=16, max_num_reqs=3, max_num_batched_tokens=12, vocab_size=50, num_speculative_tokens=2
+)
 CONTEXT = DeviceContext(device=torch.device("cpu"), dtype=torch.float32)
 
 
@@ -296,3 +298,21 @@ def test_plan_arrays_are_fresh(states):
     states.remove("a")
     assert (plan.num_computed_tokens.tolist(), plan.prefill_lens.tolist()) == ([0], [3])
     assert plan.slots.dtype == np.int64
+
+
+@pytest.mark.parametrize("kind", ["host", "ascend"])
+def test_ties_keep_their_order_in_a_large_batch(kind):
+    """Sorting a few rows is stable by accident; sorting many is not."""
+    shape = WorkerShape(max_model_len=16, max_num_reqs=64, max_num_batched_tokens=64, vocab_size=50)
+    states = HostStates(shape) if kind == "host" else AscendRequestState(shape, CONTEXT)
+    names = [f"r{number}" for number in range(64)]
+    random.Random(0).shuffle(names)
+    for name in names:
+        states.add(new(name, computed=1))
+    decodes = names[::3]
+    for name in decodes:
+        if kind == "host":
+            states.get(name).token_ids.append(7)
+        states.update(CachedRequest(req_id=name, num_computed_tokens=3))
+    plan = states.plan(SchedulerOutput(num_scheduled_tokens=dict.fromkeys(names, 1)))
+    assert list(plan.req_ids) == decodes + [name for name in names if name not in decodes]

@@ -1,0 +1,183 @@
+"""Decode throughput of both runners beside Hugging Face `generate`, and the host overhead of a step.
+
+    python tests/benchmarks/decode.py [--runs 5] [--batch 1 8 32] [--no-hf] [--plot decode.svg]
+
+SmolLM2-135M in bfloat16, prompts of 32 random tokens, 128 new tokens, greedy, no end token. The contestants take turns
+within each run, so that a slow minute hits all of them; the table shows medians over the runs, the spread
+(max - min) / median, and the median of the ratios within a run. Throughput is new tokens per second of the whole call,
+prompt included.
+"""
+
+import argparse
+import statistics
+import time
+from contextlib import contextmanager
+
+import torch
+
+from workerkit.framework import roles
+from workerkit.framework.assembly import assemble
+from workerkit.framework.interfaces.model import LoadedModel
+from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.plugins import load_plugins
+
+PROMPT, NEW = 32, 128
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+
+
+def start(runner):
+    config = {
+        "model": {"source": "smollm2", "dtype": "bfloat16", "max_model_len": 512},
+        "limits": {"max_num_reqs": 32, "max_num_batched_tokens": 1024},
+        "cache": {"memory_bytes": 2**30},
+        "components": {"runner": runner},
+    }
+    assembly = assemble(config)
+    assembly.engine.start()
+    return assembly
+
+
+def hugging_face():
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    entry = load_plugins().registry.entry(roles.MODEL_STORE.name, "local")
+    path = entry.factory(config=entry.config()).resolve("smollm2")
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    ).eval()
+
+
+def prompts(batch, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(100, 40000, (batch, PROMPT), generator=generator)
+
+
+def run_engine(assembly, ids):
+    begin = time.perf_counter()
+    done = assembly.engine.generate(ids.tolist(), GREEDY)
+    elapsed = time.perf_counter() - begin
+    assert all(len(completion.token_ids) == NEW for completion in done)
+    return len(done) * NEW / elapsed
+
+
+def run_hf(model, ids):
+    begin = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    elapsed = time.perf_counter() - begin
+    assert out.shape[1] == PROMPT + NEW
+    return len(ids) * NEW / elapsed
+
+
+@contextmanager
+def timed_compute(assembly, spent):
+    """Adds the seconds of forward, lm_head and sampling kernels to spent[0]."""
+    network, sampler = assembly.value(LoadedModel).network, assembly.get(roles.SAMPLER)
+
+    def timed(function):
+        def wrapper(*args):
+            begin = time.perf_counter()
+            result = function(*args)
+            spent[0] += time.perf_counter() - begin
+            return result
+
+        return wrapper
+
+    places = [(network, "forward"), (network, "compute_logits"), (sampler, "process"), (sampler, "draw")]
+    for owner, name in places:
+        object.__setattr__(owner, name, timed(getattr(owner, name)))
+    phases = assembly.get(roles.RUNNER)._phases
+    try:
+        yield phases
+    finally:
+        for owner, name in places:
+            object.__delattr__(owner, name)
+
+
+def overhead(assembly, batch):
+    """(worker, engine): median milliseconds of a decode step that are not forward, lm_head and sampling kernels."""
+    engine, worker = assembly.engine, assembly.worker
+    spent = [0.0]
+    in_worker, in_engine = [], []
+    execute, sample = worker.execute_model, worker.sample_tokens
+    clock = [0.0]
+
+    def timed_execute(output):
+        clock[0] = time.perf_counter()
+        return execute(output)
+
+    def timed_sample(grammar=None):
+        pending = sample(grammar)
+        pending.get()
+        clock.append(time.perf_counter() - clock[0])
+        return pending
+
+    worker.execute_model, worker.sample_tokens = timed_execute, timed_sample
+    with timed_compute(assembly, spent):
+        for ids in prompts(batch, 7).tolist():
+            engine.add_request(ids, GREEDY)
+        while engine.has_unfinished:
+            spent[0] = 0.0
+            del clock[1:]
+            begin = time.perf_counter()
+            deltas = engine.step()
+            total = time.perf_counter() - begin
+            if len(deltas) == batch and len(clock) > 1:
+                in_worker.append(clock[1] - spent[0])
+                in_engine.append(total - spent[0])
+    del worker.execute_model, worker.sample_tokens
+    return 1e3 * statistics.median(in_worker), 1e3 * statistics.median(in_engine)
+
+
+def table(results, runs):
+    print(f"\nnew tokens/s, median of {runs} runs (spread)")
+    rows = []
+    for batch, columns in results.items():
+        cells = []
+        for name, values in columns.items():
+            median = statistics.median(values)
+            cells.append(f"{name} {median:7.1f} ({(max(values) - min(values)) / median:4.0%})")
+        line = f"b{batch:<3} " + "   ".join(cells)
+        if "hf" in columns:
+            for name in ("v1", "v2"):
+                ratio = statistics.median(a / b for a, b in zip(columns[name], columns["hf"], strict=True))
+                line += f"   {name}/hf {ratio:.2f}"
+        rows.append(line)
+    print("\n".join(rows))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--no-hf", action="store_true")
+    args = parser.parse_args()
+    engines = {runner: start(runner) for runner in ("v1", "v2")}
+    contestants = {name: lambda ids, a=a: run_engine(a, ids) for name, a in engines.items()}
+    if not args.no_hf:
+        model = hugging_face()
+        contestants["hf"] = lambda ids: run_hf(model, ids)
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    results = {batch: {name: [] for name in contestants} for batch in args.batch}
+    for run in contestants.values():
+        run(prompts(2, 0))  # warm
+    for number in range(args.runs):
+        for batch in args.batch:
+            for name, run in contestants.items():
+                results[batch][name].append(run(prompts(batch, number)))
+    table(results, args.runs)
+    for name, assembly in engines.items():
+        in_worker, in_engine = overhead(assembly, 8)
+        print(f"host overhead of a step at batch 8, {name}: {in_worker:.2f} ms in the worker, {in_engine:.2f} ms with engine")
+        assembly.shutdown()
+
+
+if __name__ == "__main__":
+    main()
