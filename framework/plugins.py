@@ -74,9 +74,7 @@ class PluginHost:
             if self._manager.has_plugin(name):
                 self._manager.unregister(name=name)
             self.registry.restore(before)
-            report = PluginReport(
-                name, version, origin, (), f"{type(error).__name__}: {error}", traceback.format_exc()
-            )
+            report = PluginReport(name, version, origin, (), f"{type(error).__name__}: {error}", traceback.format_exc())
             self.registry.broken[name] = report.error
             _log.warning("plugin %r could not be loaded: %s (see `workerkit plugins`)", name, report.error)
             if os.environ.get("WORKERKIT_STRICT_PLUGINS") == "1":

@@ -6,10 +6,11 @@ Modules are named, not imported: listing and checking touch only the parts that 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from workerkit.framework import roles
 from workerkit.framework.hooks import hookimpl
-from workerkit.framework.registry import Registry, Suits
+from workerkit.framework.registry import Registry, Role, Suits
 
 WORKERKIT_API = 1
 _C = "workerkit.components"
@@ -56,7 +57,12 @@ def worker_components(registry: Registry) -> None:
     add(roles.LOADER, "safetensors", f"{_C}.loader.safetensors:SafetensorsLoader")
     add(roles.LOADER, "gguf", f"{_C}.loader.gguf:GGUFLoader")
     add(roles.LOADER, "random", f"{_C}.loader.random:RandomLoader")
-    add(roles.SAMPLER, "torch", f"{_C}.sampler.torch_sampler:TorchSampler", parts={"stages": ("temperature", "top_k_top_p")})
+    add(
+        roles.SAMPLER,
+        "torch",
+        f"{_C}.sampler.torch_sampler:TorchSampler",
+        parts={"stages": ("temperature", "top_k_top_p")},
+    )
     add(roles.SAMPLER_STAGE, "temperature", f"{_C}.sampler.stages:Temperature")
     add(roles.SAMPLER_STAGE, "top_k_top_p", f"{_C}.sampler.stages:TopKTopP")
     add(roles.DEVICE, "cpu", f"{_C}.device.cpu:CpuDevice")
@@ -68,7 +74,7 @@ def worker_components(registry: Registry) -> None:
     add(roles.TOKENIZER, "file", f"{_C}.engine.tokenizer:FileTokenizer")
     add(roles.CHAT_TEMPLATE, "jinja", f"{_C}.engine.chat_template:JinjaChatTemplate")
     add(roles.ENGINE, "standalone", f"{_C}.engine.standalone:StandaloneEngine")
-    for role, where in (
+    none: tuple[tuple[Role[Any], str], ...] = (
         (roles.GRAPH, "graph.none:NoGraph"),
         (roles.ENCODER_GRAPH, "graph.none:NoEncoderGraph"),
         (roles.MODEL_STATE, "model_state.none:NoModelState"),
@@ -84,5 +90,6 @@ def worker_components(registry: Registry) -> None:
         (roles.DCP, "context_parallel.none:NoDCP"),
         (roles.PIPELINE, "pipeline.none:NoPipeline"),
         (roles.KV_CONNECTOR, "kv_connector.none:NoKVConnector"),
-    ):
+    )
+    for role, where in none:
         add(role, "none", f"{_C}.{where}")

@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process is enough for tiny models, and numbers must not depend on who is running."""
+"""Shared by all tests: nothing asks a hub, and forking tokenizers stay quiet."""
 
 import os
 

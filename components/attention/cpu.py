@@ -43,9 +43,10 @@ class _GroupPlan:
 
 
 class CpuAttention(AttentionBackend):
-    """`decode_attention` and `prefill_attention` over a plan made once a step for each KV-cache group, when its first layer asks.
+    """`decode_attention` and `prefill_attention` over a plan for each KV-cache group.
 
-    It reads `batch.seq_lens` on the host: on a CPU that is the exact length, and waits for nothing.
+    A plan is made once a step, when the group's first layer asks. It reads `batch.seq_lens` on the host: on a CPU that
+    is the exact length, and waits for nothing.
     """
 
     def __init__(self, kernels: Kernels) -> None:

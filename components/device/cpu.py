@@ -1,4 +1,4 @@
-"""The CPU as a device. Its stream is one worker thread, so that queued steps run in order and the caller never waits."""
+"""The CPU as a device. Its stream is one worker thread: queued steps run in order, and the caller never waits."""
 
 from __future__ import annotations
 

@@ -32,4 +32,4 @@ class StoragePool(MemoryPool):
             raise StageError(f"{tag} was not given back")
         for storage, size in self._freed.pop(tag):
             storage.resize_(size)
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # type: ignore[call-overload]
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()

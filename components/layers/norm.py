@@ -20,6 +20,8 @@ class RMSNorm(torch.nn.Module):
         """[..., size] -> [..., size]."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); neither input may be used afterwards."""
+    def add(self, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual), None being 0; neither input may be used afterwards."""
+        if x is None:
+            return self(residual), residual
         return self.kernels.fused_add_rms_norm(x, residual, self.weight, self.eps)

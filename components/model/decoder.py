@@ -1,4 +1,4 @@
-"""The decoder that most text models are: attention and gated MLP with pre-norms, every difference a number in ModelConfig."""
+"""The decoder that most text models are: pre-norms, attention, gated MLP; every difference a number in ModelConfig."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class DecoderLayer(torch.nn.Module):
         self.down_proj = Linear("down_proj", config.intermediate_size, hidden, config.mlp_bias, dtype, device)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inputs: ModelInputs
+        self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inputs: ModelInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, H] normed -> (the MLP's output, the stream without it), both [T, H]."""
+        """(What the layer before adds to the stream, the stream), [T, H] each -> the same for the layer behind."""
+        x, residual = self.input_layernorm.add(x, residual)
         num_tokens = x.shape[0]
         query, key, value = (
             part.view(num_tokens, -1, self.layer.head_dim) for part in self.qkv_proj(x).split(self.split, dim=-1)
@@ -137,16 +138,11 @@ class Decoder(torch.nn.Module, Network):
         cos, sin = self.rotary(inputs.positions, inputs.rope_lens)
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x, residual = self._enter(layer.input_layernorm, x, residual)
             x, residual = layer(x, residual, cos, sin, inputs)
             if f"layers.{index}" in inputs.taps:
                 taps[f"layers.{index}"] = x + residual
-        hidden, _ = self._enter(self.norm, x, residual)
+        hidden, _ = self.norm.add(x, residual)
         return ModelOutput(hidden=hidden, taps=taps)
-
-    @staticmethod
-    def _enter(norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (norm(residual), residual) if x is None else norm.add(x, residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(hidden, self.lm_head).float()

@@ -60,7 +60,7 @@ class StepPhases:
         parts.eplb.prepare_load(loaded)
 
     def _wanted_taps(self) -> tuple[str, ...]:
-        wanted = {name for part in (self._parts.speculator, *self._parts.observers) for name in part.taps}
+        wanted = set(self._parts.speculator.taps).union(*(observer.taps for observer in self._parts.observers))
         if unknown := sorted(wanted - set(self._network.tap_points)):
             hint = did_you_mean(unknown[0], self._network.tap_points)
             raise ModelError(f"the model has no tap point {unknown[0]!r}; {hint}")
@@ -94,8 +94,8 @@ class StepPhases:
         desc = parts.parallel.agree(parts.graph.dispatch(parts.pcp.local_shape(shape)))
         state = self._forward(self._batches.dummy(num_tokens, num_reqs, desc), desc)
         if parts.pipeline.is_last:
-            output = parts.pcp.restore(state.output, state.batch)
-            logits = self._network.compute_logits(output.hidden[state.batch.logits_indices])
+            hidden = self.restore(state).output.hidden
+            logits = self._network.compute_logits(hidden[state.batch.logits_indices])
             parts.sampler.draw(parts.sampler.process(logits, state.batch), state.batch)
         parts.eplb.step(is_dummy=True)
 
@@ -131,13 +131,19 @@ class StepPhases:
         return ExecuteModelState(batch=batch, tables=tables, output=output)
 
     @torch.inference_mode()
+    def restore(self, state: ExecuteModelState) -> ExecuteModelState:
+        """Hidden states of the global batch, which sampling and proposing work on."""
+        if not self._parts.pipeline.is_last:
+            return state
+        return attrs.evolve(state, output=self._parts.pcp.restore(state.output, state.batch))
+
+    @torch.inference_mode()
     def sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> SamplerOutput:
         """Tokens of each row; none for rows whose prefill goes on."""
         parts, batch = self._parts, state.batch
         if not parts.pipeline.is_last:
             return parts.pipeline.receive_sampled(batch)
-        output = parts.pcp.restore(state.output, batch)
-        logits = self._network.compute_logits(output.hidden[batch.logits_indices])
+        logits = self._network.compute_logits(state.output.hidden[batch.logits_indices])
         if grammar is not None:
             logits = parts.grammar.apply(logits, batch, grammar)
         logits = parts.sampler.process(logits, batch)
@@ -241,10 +247,10 @@ def check_output(output: SchedulerOutput, states: RequestStates, shape: WorkerSh
 
 
 def _lengths(output: SchedulerOutput, shape: WorkerShape) -> list[str]:
-    computed = {r.req_id: r.num_computed_tokens for r in (*output.new_requests, *output.cached_requests)}
+    computed = {r.req_id: r.num_computed_tokens for r in output.new_requests}
+    computed.update({r.req_id: r.num_computed_tokens for r in output.cached_requests})
     return [
         f"request {req_id!r} would reach position {computed[req_id] + count}, max_model_len is {shape.max_model_len}"
         for req_id, count in output.num_scheduled_tokens.items()
         if req_id in computed and computed[req_id] + count > shape.max_model_len
     ]
-

@@ -1,18 +1,17 @@
-"""The V1 runner: request state on the host in numpy rows, condensed when a request leaves, copied to the device each step.
+"""The V1 runner: request state on the host in numpy rows, condensed when a request leaves.
 
-A step waits for its tokens, so the host always knows everything.
+Inputs are copied to the device each step, and a step waits for its tokens, so the host always knows everything.
 """
 
 from __future__ import annotations
 
+from workerkit.components.runner.step import ExecuteModelState, ReadyOutput, StepPhases, check_output, to_lists
 from workerkit.framework.errors import StageError
 from workerkit.framework.interfaces.batch import HostRequestStates, RowInputBatch
 from workerkit.framework.interfaces.kv_cache import KVCaches, KVLayout, RowBlockTables
 from workerkit.framework.interfaces.model import LoadedModel
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
 from workerkit.framework.interfaces.runner import ModelRunner, RunnerParts, WorkerShape
-
-from workerkit.components.runner.step import ExecuteModelState, ReadyOutput, StepPhases, check_output, to_lists
 
 
 class GPUModelRunner(ModelRunner):
@@ -87,6 +86,7 @@ class NPUModelRunner(GPUModelRunner):
         if self._state is None:
             raise StageError("sample_tokens needs an execute_model that scheduled tokens before it")
         state, self._state = self._state, None
+        state = self._phases.restore(state)
         parts, batch = self._parts, state.batch
         sampled = self._phases.sample(state, grammar)
         tokens = to_lists(

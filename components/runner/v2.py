@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
+from workerkit.components.runner.step import ExecuteModelState, StepPhases, check_output, to_lists
 from workerkit.framework.errors import StageError
 from workerkit.framework.interfaces.batch import BatchPlan, SlotInputBatch, SlotRequestStates
 from workerkit.framework.interfaces.device import Pending
@@ -27,8 +28,6 @@ from workerkit.framework.interfaces.request import (
     StepOutput,
 )
 from workerkit.framework.interfaces.runner import ModelRunner, RunnerParts, WorkerShape
-
-from workerkit.components.runner.step import ExecuteModelState, StepPhases, check_output, to_lists
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -150,6 +149,7 @@ class NPUModelRunner(ModelRunner):
     @torch.inference_mode()
     def _run_sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> _Sampled:
         parts, batch = self._parts, state.batch
+        state = self._phases.restore(state)
         sampled = self._phases.sample(state, grammar)
         # The copy starts before the commit and the proposer overwrite anything.
         copies = _Sampled(

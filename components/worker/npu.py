@@ -11,9 +11,9 @@ import torch
 from attrs import validators
 
 from workerkit.framework.errors import StageError, UnsupportedError
+from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, MemoryPool, ParallelGroups
 from workerkit.framework.interfaces.kv_cache import AttentionLayer, KVCacheManager, KVLayout
-from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.model import LoadedModel, Model
 from workerkit.framework.interfaces.observer import StepHooks
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
@@ -234,7 +234,10 @@ class NPUWorker(Worker):
         if is_start:
             if self._profiler is not None:
                 raise StageError("the profiler is running already")
-            self._profiler = torch.profiler.profile(activities=self._device.profiler_activities())
+            # V2's steps run on the device's stream, which on the CPU is another thread.
+            everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            activities = self._device.profiler_activities()
+            self._profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
             self._profiler.start()
             return
         if self._profiler is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workerkit.framework.cli import common, skeletons
+from workerkit.framework.cli.schema import options_of
 from workerkit.framework.errors import WorkerkitError, did_you_mean
 from workerkit.framework.hooks import API_VERSION
 from workerkit.framework.registry import Registry, Role
@@ -85,7 +86,8 @@ def _derived(registry: Registry, role: Role[Any], base: str | None, values: dict
         able = sorted({*skeletons.EXAMPLES, *(r.name for r in registry.roles.values() if dict(_classes(registry, r)))})
         raise WorkerkitError(f"{role.name} has no implementation to start from; roles that can: {', '.join(able)}")
     if base not in bases:
-        raise WorkerkitError(f"--base {base!r}: no importable class of {role.name}; {did_you_mean(base, bases)}")
+        hint = did_you_mean(base, bases)
+        raise WorkerkitError(f"--base {base!r}: no {role.name} that can be imported and needs no options; {hint}")
     goes_with = {
         offer.role.name: offer.name
         for offers in registry.offers.values()
@@ -98,11 +100,12 @@ def _derived(registry: Registry, role: Role[Any], base: str | None, values: dict
 def _classes(registry: Registry, role: Role[Any]) -> Iterator[tuple[str, type]]:
     for name in registry.offers[role.name]:
         try:
-            factory = registry.entry(role.name, name).factory
+            entry = registry.entry(role.name, name)
         except Exception:  # what cannot be imported cannot be a base; `workerkit components` says why
             continue
-        if isinstance(factory, type):
-            yield name, factory
+        required = any(option.required for option in options_of(entry.config))  # a config would have to make them up
+        if isinstance(entry.factory, type) and not required:
+            yield name, entry.factory
 
 
 def _abstract(cls: type) -> list[str]:

@@ -36,8 +36,8 @@ README = """\
 
     pip install -e .[test]
     pytest
-    workerkit plugins              # lists $name
-    workerkit components $role     # with its options
+    workerkit plugins               # lists $name
+    workerkit components $role      # with its options
 
 A config selects it:
 
@@ -259,7 +259,6 @@ DERIVED = '''\
 from __future__ import annotations
 
 from $base_module import $base
-
 from workerkit.framework import roles
 from workerkit.framework.hooks import hookimpl
 from workerkit.framework.registry import Registry

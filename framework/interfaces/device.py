@@ -27,6 +27,8 @@ class DeviceContext:
 
 @attrs.frozen(kw_only=True)
 class MemoryInfo:
+    """Device memory, as other processes see it too."""
+
     free_bytes: int
     total_bytes: int
 

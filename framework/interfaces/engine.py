@@ -61,12 +61,14 @@ class Scheduler(abc.ABC):
         """How many outputs may be scheduled before the oldest must be updated: 1, or 2 with asynchronous scheduling."""
 
     @abc.abstractmethod
-    def add(self, req_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]) -> None:
+    def add(
+        self, req_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]
+    ) -> None:
         """Queue a request. Raises RequestError when it can never fit."""
 
     @abc.abstractmethod
     def abort(self, req_id: str) -> bool:
-        """Drop a request wherever it is; False when it is not known. Its blocks are free at once or after the running step."""
+        """Drop a request wherever it is; False when unknown. Its blocks are free at once or after the running step."""
 
     @abc.abstractmethod
     def schedule(self) -> SchedulerOutput:
@@ -189,7 +191,9 @@ class Engine(abc.ABC):
         """Deltas of one prompt; closing the iterator aborts it."""
 
     @abc.abstractmethod
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Iterator[RequestDelta]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> Iterator[RequestDelta]:
         """`stream` of a conversation through the chat template."""
 
     @property

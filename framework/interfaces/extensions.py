@@ -78,7 +78,7 @@ class EPLBPolicy(abc.ABC):
     def rebalance(
         self, load: torch.Tensor, num_slots: int, old: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """load [layers, experts] -> (phy2log [layers, slots], log2phy [layers, experts, replicas], counts [layers, experts])."""
+        """load [layers, experts] -> (phy2log [layers, slots], log2phy [layers, experts, replicas], replica counts)."""
 
 
 class PCPManager(abc.ABC):

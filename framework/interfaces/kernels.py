@@ -66,30 +66,36 @@ class Kernels(abc.ABC):
 
 
 class RmsNorm(Protocol):
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [..., H], weight [H]: x / sqrt(mean(x^2) + eps) in float32, rounded to x's dtype, times weight."""
+    """Root mean square norm."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
 
 class FusedAddRmsNorm(Protocol):
+    """Residual add and norm in one."""
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual); may work in place on its inputs."""
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class RotaryEmbedding(Protocol):
+    """Rotary position embedding, neox style."""
+
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """query [T, Nq, D], key [T, Nk, D], cos and sin [T, rotary_dim // 2]; rotates pairs (i, i + rotary_dim / 2)."""
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class SiluAndMul(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, 2 I] -> [T, I]: silu(x[:, :I]) * x[:, I:]."""
+    """Gated activation."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class ReshapeAndCache(Protocol):
+    """Writes keys and values into the paged cache."""
+
     def __call__(
         self,
         key: torch.Tensor,
@@ -97,11 +103,15 @@ class ReshapeAndCache(Protocol):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-    ) -> None:
-        """key, value [T, Nk, D]; caches [blocks, b, Nk, D]; slot_mapping [T], -1 is not written."""
+    ) -> None: ...
 
 
 class PagedAttention(Protocol):
+    """Attention over the paged cache, the general form."""
+
+    """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D]; block_table [R, W]; query_start_loc [R + 1];
+    seq_lens [R], the queries of a row being the last positions of its sequence. Tokens of no row yield zeros."""
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -112,12 +122,12 @@ class PagedAttention(Protocol):
         seq_lens: torch.Tensor,
         scale: float,
         sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D]; block_table [R, W]; query_start_loc [R + 1];
-        seq_lens [R], the queries of a row being the last positions of its sequence. Tokens of no row yield zeros."""
+    ) -> torch.Tensor: ...
 
 
 class DecodeAttention(Protocol):
+    """Attention of rows with one query."""
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -126,11 +136,12 @@ class DecodeAttention(Protocol):
         block_table: torch.Tensor,
         mask: torch.Tensor,
         scale: float,
-    ) -> torch.Tensor:
-        """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True where a key is seen."""
+    ) -> torch.Tensor: ...
 
 
 class PrefillAttention(Protocol):
+    """Attention of one request with many queries."""
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -140,24 +151,32 @@ class PrefillAttention(Protocol):
         seq_len: int,
         scale: float,
         sliding_window: int | None,
-    ) -> torch.Tensor:
-        """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len."""
+    ) -> torch.Tensor: ...
 
 
 class ApplyTopKTopP(Protocol):
-    def __call__(self, logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-        """float32 [N, V], k [N] int (0 or V: off), p [N] float32 (1: off). Top-k keeps every logit tied with the k-th;
-        top-p then works on the renormalised rest and keeps the smallest set whose mass reaches p, at least one token;
-        tokens tied with the last one kept are kept. Others become -inf."""
+    """Truncates distributions."""
+
+    """float32 [N, V], k [N] int (0 or V: off), p [N] float32 (1: off). Top-k keeps every logit tied with the k-th;
+    top-p then works on the renormalised rest and keeps the smallest set whose mass reaches p, at least one token;
+    tokens tied with the last one kept are kept. Others become -inf."""
+
+    def __call__(self, logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor: ...
 
 
 class UniformFromSeed(Protocol):
-    def __call__(self, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-        """seeds, positions [N] int64 -> [N] float64 in (0, 1): a hash, so the same whatever else is in the batch.
-        `stream` separates independent uses (0 sampling)."""
+    """Counter-based randomness."""
+
+    """seeds, positions [N] int64 -> [N] float64 in (0, 1): a hash, so the same whatever else is in the batch.
+    `stream` separates independent uses (0 sampling)."""
+
+    def __call__(self, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor: ...
 
 
 class SampleFromProbs(Protocol):
-    def __call__(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Inverse CDF. probs [N, V] float32 (rows need not be normalised), uniform [N] -> [N] int64; never a token of
-        probability 0."""
+    """One draw a row."""
+
+    """Inverse CDF. probs [N, V] float32 (rows need not be normalised), uniform [N] -> [N] int64; never a token of
+    probability 0."""
+
+    def __call__(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor: ...

@@ -50,13 +50,15 @@ class KVCacheSpec:
 
 @attrs.frozen(kw_only=True)
 class KVCacheGroup:
+    """Layers with one block table."""
+
     spec: KVCacheSpec
     layers: tuple[int, ...]  # AttentionLayer.index of the members
 
 
 @attrs.frozen(kw_only=True)
 class KVLayout:
-    """Stage value: how the cache is cut. Block ids are drawn from one pool for all groups; block 0 is never handed out."""
+    """Stage value: how the cache is cut. All groups draw block ids from one pool; block 0 is never handed out."""
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
@@ -121,7 +123,7 @@ class BlockTables(abc.ABC):
 
     @abc.abstractmethod
     def append(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Append manager block ids for each group. Raises CacheError past the row's capacity; nothing is then changed."""
+        """Append manager block ids for each group. Raises CacheError past the row's capacity, changing nothing."""
 
     @abc.abstractmethod
     def clear(self, index: int) -> None:
@@ -133,7 +135,7 @@ class BlockTables(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, batch: InputBatch) -> BatchTables:
-        """Tables of the batch's rows and slot of every token: slot = table[row, pos // b] * b + pos % b; padding is -1."""
+        """Tables of the batch's rows, and every token's slot: table[row, pos // b] * b + pos % b; padding is -1."""
 
     @abc.abstractmethod
     def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class RopeConfig:
-    """Rotary embedding, normalised from the old (`rope_theta` + `rope_scaling`) and new (`rope_parameters`) spellings."""
+    """Rotary embedding, normalised from the old (`rope_scaling`) and the new (`rope_parameters`) spelling."""
 
     rope_type: str = "default"  # default | linear | dynamic | yarn | llama3
     theta: float = 10000.0
@@ -62,7 +62,7 @@ class ModelConfig:
 
 
 if TYPE_CHECKING:
-    # (layer, query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim], value likewise) -> [T, num_heads, head_dim]
+    # (layer, query [T, num_heads, D], key [T, num_kv_heads, D], value likewise) -> [T, num_heads, D]
     Attend = Callable[["AttentionLayer", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 else:
     Attend = Callable
@@ -74,7 +74,9 @@ class ModelInputs:
 
     input_ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int64
-    rope_lens: torch.Tensor  # [T] int64: context length that a length-dependent rope uses, max(prompt_len, position + 1)
+    rope_lens: (
+        torch.Tensor
+    )  # [T] int64: context length that a length-dependent rope uses, max(prompt_len, position + 1)
     attend: Attend  # writes the keys and values of a layer and attends to its cache
     inputs_embeds: torch.Tensor | None = None  # [T, H]; replaces the embedding of input_ids (encoder, pipeline)
     taps: tuple[str, ...] = ()  # tap points to return, from Network.tap_points
@@ -82,6 +84,8 @@ class ModelInputs:
 
 @attrs.frozen(kw_only=True, eq=False)
 class ModelOutput:
+    """What a forward returns."""
+
     hidden: torch.Tensor  # [T, H], after the final norm
     taps: Mapping[str, torch.Tensor] = attrs.field(factory=dict)  # tap point -> [T, H]
 

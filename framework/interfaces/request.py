@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import validators
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def _optional(*checks: object) -> object:
-    return validators.optional(validators.and_(*checks))  # type: ignore[arg-type]  # attrs types and_ too narrowly
+def _optional(*checks: Any) -> Any:
+    return validators.optional(validators.and_(*checks))
 
 
 @attrs.frozen(kw_only=True)

@@ -35,13 +35,13 @@ class SamplerOutput:
     num_rejected: torch.Tensor  # [num_reqs] int32, drafts that were not accepted
 
 
-class SlotPart(abc.ABC):
+class SlotPart(abc.ABC):  # noqa: B024  both methods have a default: most parts keep nothing for a request
     """A part with state per request. Both are called on the device's stream; the defaults keep nothing."""
 
-    def add(self, slot: int, request: NewRequest) -> None:
+    def add(self, slot: int, request: NewRequest) -> None:  # noqa: B027
         """A request takes the slot; whatever was there before is overwritten."""
 
-    def clear(self, slot: int) -> None:
+    def clear(self, slot: int) -> None:  # noqa: B027
         """The slot's request is gone."""
 
 
@@ -54,7 +54,7 @@ class SamplerStage(SlotPart):
 
 
 class Sampler(SlotPart):
-    """Stages in order, then one token a row. A token depends on the row's logits, the request's seed and the position."""
+    """Stages in order, then one token a row, which depends on the row's logits, the request's seed and the position."""
 
     @abc.abstractmethod
     def process(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:

@@ -23,7 +23,8 @@ class ModelSection:
         metadata={"doc": "a name from `workerkit models`, a GGUF file, or a folder with config.json and safetensors"},
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = attrs.field(
-        default="auto", metadata={"doc": "type of weights, activations and KV cache; auto takes what the device prefers"}
+        default="auto",
+        metadata={"doc": "type of weights, activations and KV cache; auto takes what the device prefers"},
     )
     max_model_len: int | None = attrs.field(
         default=None,

@@ -76,7 +76,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def sleep(self, level: int = 1) -> None:
-        """Level 1 frees the KV cache and moves the weights to the host, level 2 drops them too. No request may be live."""
+        """Level 1 frees the KV cache and keeps weights on the host, level 2 drops them too. No request may be live."""
 
     @abc.abstractmethod
     def wake_up(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:

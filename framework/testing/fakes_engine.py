@@ -188,9 +188,7 @@ class FakeScheduler(Scheduler):
             reason: FinishReason | None = None
             if tokens[-1] in stop_ids and not new.sampling.ignore_eos:
                 tokens, reason = tokens[:-1], "stop"
-            elif len(so_far) >= min(
-                new.sampling.max_tokens or 16, self._worker.shape.max_model_len - new.prompt_len
-            ):
+            elif len(so_far) >= min(new.sampling.max_tokens or 16, self._worker.shape.max_model_len - new.prompt_len):
                 reason = "length"
             if reason:
                 self._end(req_id)

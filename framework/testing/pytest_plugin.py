@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from workerkit.framework.assembly import Assembly
     from workerkit.framework.registry import Registry
 
+for _suites in ("conformance", "conformance_cache"):
+    pytest.register_assert_rewrite(f"workerkit.framework.testing.{_suites}")
+
 
 @pytest.fixture
 def workerkit_registry() -> Registry:

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the paged cache: reading the slots costs a CPU nothing, so filtering is the exception."""
+"""Writing new keys and values into the paged cache; a CPU can look at the slots, so it filters only when it must."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The documents are true: their Python runs, their YAML is a worker, their commands parse, their links lead somewhere.
 
-Conventions of the pages. Python blocks of a page run in order, in one namespace, in a folder with a `worker.yaml` (here: a
-tiny random model with a byte-level tokenizer). A block that starts with `# name.py` is saved under that name instead. YAML
-blocks are whole configs; one marked `yaml refused` is wrong, and the `text` block after it is what `check` prints.
+Conventions of the pages. Python blocks of a page run in order, in one namespace, in a folder with a `worker.yaml`
+(here: a tiny random model with a byte-level tokenizer). A block that starts with `# name.py` is saved under that name
+instead. YAML blocks are whole configs; one marked `yaml refused` is wrong, and the `text` block after it is what
+`workerkit check` prints.
 """
 
 import re
@@ -117,21 +118,20 @@ def test_command_lines_parse(path):
                 assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
 
 
-def test_every_command_of_the_readme_exists_and_the_table_names_them_all(capsys):
-    """`--help` of each is fine; a command that the table forgets is found too."""
-    text = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"\bworkerkit ([a-z][a-z-]*)(?=[ `\n])", "\n".join(re.findall(r"`[^`]+`", text))))
+def test_the_readme_names_the_commands_that_exist(capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`workerkit ([a-z][a-z-]*)", prose))
     for command in sorted(named):
         with pytest.raises(SystemExit) as left:
             main([command, "--help"])
         assert left.value.code == 0, command
-        assert command in capsys.readouterr().out
-    in_table = set(re.findall(r"^\| `workerkit ([a-z-]+)` \|", text, re.MULTILINE))
+        assert f"workerkit {command}" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--help"])
     offered = set(re.findall(r"^    ([a-z][a-z-]*)(?: |$)", capsys.readouterr().out, re.MULTILINE))
-    assert in_table >= {"generate", "chat"}
-    assert offered - {command for command in offered if command in load_plugins().registry.commands} == in_table
+    in_table = re.findall(r"^\| `workerkit ([a-z-]+)` \|", text, re.MULTILINE)
+    assert sorted(in_table) == sorted(offered - load_plugins().registry.commands.keys())
 
 
 def test_the_readme_begins_with_the_two_commands_and_has_one_place_for_measurements():

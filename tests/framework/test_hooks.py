@@ -232,10 +232,14 @@ def test_each_hook_is_fired_and_watched_under_the_same_arguments():
 
 def test_hooks_are_documented_with_their_exact_arguments():
     text = DOCS.read_text()
-    specs = [(spec, name) for spec in (PluginSpec, StepSpec) for name, _ in inspect.getmembers(spec, inspect.isfunction)]
+    specs = [
+        (spec, name) for spec in (PluginSpec, StepSpec) for name, _ in inspect.getmembers(spec, inspect.isfunction)
+    ]
     assert len(specs) == 7
     for spec, name in specs:
         assert f"- `{name}({signature(getattr(spec, name))})`" in text, name
     for line in text.splitlines():
         if line.startswith("- `"):
-            assert line.split("`")[1].partition("(")[0] in {name for _, name in specs}, f"documented, does not exist: {line}"
+            assert line.split("`")[1].partition("(")[0] in {name for _, name in specs}, (
+                f"documented, does not exist: {line}"
+            )

@@ -81,7 +81,7 @@ HALF = """
 
 
 def test_b74_a_broken_plugin_stops_no_other_and_is_rolled_back(modules, caplog, monkeypatch):
-    """[good1, ImportError, raises half-way, good2]: both good ones are there, the half one left nothing, two warnings."""
+    """[good1, ImportError, raises half-way, good2]: both good ones are there, the rest left two warnings."""
     points = [
         modules("wkt_good1", GOOD.format(name="good1")),
         modules("wkt_importless", "import no_such_module_anywhere"),
@@ -311,5 +311,6 @@ def test_b172_a_sections_options_are_strict(workerkit_registry):
 
 def test_an_absent_section_takes_its_defaults(workerkit_registry):
     with_section(workerkit_registry)
-    assert assemble(fake_config(sampler="sectioned"), registry=workerkit_registry).get(roles.SAMPLER).section == Section()
-
+    assert (
+        assemble(fake_config(sampler="sectioned"), registry=workerkit_registry).get(roles.SAMPLER).section == Section()
+    )

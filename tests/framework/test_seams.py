@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
 PROMPT = (3, 1, 4, 1, 5)
 
-# What every runner does around a forward and a sample, in this order. request_state and block_table are the runner's own.
+# What every runner does around a forward and a sample, in this order.
 STEP = [
     "observers[0].step_started",
     "kv_connector.preempted",
@@ -128,7 +128,7 @@ def prefill(*requests, **more):
 @RUNNERS
 @pytest.mark.parametrize("worker", ["npu", "fake"])
 def test_order_of_a_workers_start(workerkit_registry, runner, worker):
-    """Device, model, attention, kernels, weights, KV cache: architecture checks before weights, weights before cache."""
+    """Device, model, attention, kernels, weights, KV cache: checks before weights, weights before the cache."""
     recorder = Recorder()
     config = fake_config(runner, worker=worker, model="native", attention="cpu", kernels="ordered")
     config["cache"] = {"block_size": 4, "memory_bytes": 1 << 16}
@@ -246,7 +246,13 @@ def test_values_of_a_step(start, runner):
     tables = w.one("pcp.partition").args["tables"]
     assert tables.block_tables[0][:, :2].tolist() == [[1, 2], [3, 0]]
     assert tables.slot_mappings[0].tolist() == [4, 5, 6, 7, 8, 12, 13, 14]
-    for name in ("model_state.preprocess", "lora.activate", "encoder.embed", "pipeline.receive", "kv_connector.start_load"):
+    for name in (
+        "model_state.preprocess",
+        "lora.activate",
+        "encoder.embed",
+        "pipeline.receive",
+        "kv_connector.start_load",
+    ):
         assert w.one(name).args["batch"].req_ids == ("a", "b"), name
     hidden = w.one("pcp.restore").args["output"].hidden
     assert hidden[[4, 7], 0].tolist() == [5, 7]
@@ -381,11 +387,19 @@ def test_input_embeddings_of_the_encoder_reach_the_model(start, runner):
 
 @RUNNERS
 def test_the_first_pipeline_stage_sends_and_takes_the_tokens_of_the_last(start, runner):
-    w = start(runner, {"limits": {"num_speculative_tokens": 2}}, pipeline={"use": "fake", "is_last": False, "token": 11})
+    w = start(
+        runner, {"limits": {"num_speculative_tokens": 2}}, pipeline={"use": "fake", "is_last": False, "token": 11}
+    )
     out = w.step(prefill(new("a"), new("b", range(10), (3, 4, 5))))
     assert out.sampled_token_ids == ((11,), (11,))
     assert w.recorder.names(
-        "pipeline", "network", "sampler.process", "sampler.draw", "speculator.propose", "request_state.commit", "eplb.step"
+        "pipeline",
+        "network",
+        "sampler.process",
+        "sampler.draw",
+        "speculator.propose",
+        "request_state.commit",
+        "eplb.step",
     ) == [
         "pipeline.receive",
         "network.forward",
@@ -397,7 +411,11 @@ def test_the_first_pipeline_stage_sends_and_takes_the_tokens_of_the_last(start, 
     sent = w.one("pipeline.send").args["output"]
     assert torch.equal(sent.hidden, w.one("network.forward").result.hidden)
     w.recorder.clear()
-    w.step(SchedulerOutput(cached_requests=(CachedRequest(req_id="a", num_computed_tokens=5),), num_scheduled_tokens={"a": 1}))
+    w.step(
+        SchedulerOutput(
+            cached_requests=(CachedRequest(req_id="a", num_computed_tokens=5),), num_scheduled_tokens={"a": 1}
+        )
+    )
     assert w.one("attention.build").args["batch"].input_ids.tolist() == [11], "the next input is the received token"
 
 
@@ -440,7 +458,9 @@ def run_with_drafts(w, prompts, count, num_drafts):
     """Drive a worker that speculates by hand; returns each request's tokens and how many drafts were accepted."""
     tokens, computed, accepted = {}, {}, 0
     blocks = iter(range(1, 40))
-    requests = [new(r, p, [next(blocks) for _ in range(-(-(len(p) + count + num_drafts) // 4))]) for r, p in prompts.items()]
+    requests = [
+        new(r, p, [next(blocks) for _ in range(-(-(len(p) + count + num_drafts) // 4))]) for r, p in prompts.items()
+    ]
     out = w.step(prefill(*requests))
     for req_id, row in zip(out.req_ids, out.sampled_token_ids, strict=True):
         tokens[req_id], computed[req_id] = list(row), len(prompts[req_id])
@@ -556,7 +576,11 @@ def test_taps_of_observers_and_speculator_are_asked_of_the_model(workerkit_regis
     workerkit_registry.add(roles.OBSERVERS, "tapping", TapObserver)
     workerkit_registry.add(roles.SPECULATOR, "tapping", TapSpeculator)
     w = Started(
-        workerkit_registry, runner, {"limits": {"num_speculative_tokens": 1}}, observers=["tapping"], speculator="tapping"
+        workerkit_registry,
+        runner,
+        {"limits": {"num_speculative_tokens": 1}},
+        observers=["tapping"],
+        speculator="tapping",
     )
     w.step(prefill(new("a")))
     assert set(w.one("network.forward").args["inputs"].taps) == {"embed", "layers.0"}
@@ -582,5 +606,7 @@ def test_what_pcp_restores_is_what_sampler_and_speculator_see(workerkit_registry
     w = Started(workerkit_registry, runner, {"limits": {"num_speculative_tokens": 1}}, pcp="marking")
     w.step(prefill(new("a")))
     assert w.one("network.compute_logits").args["hidden"][:, 3].tolist() == [1]
-    assert w.one("speculator.propose").args["inputs"].hidden[:, 3].tolist() == [1] * 5, "the global states, not a rank's"
+    assert w.one("speculator.propose").args["inputs"].hidden[:, 3].tolist() == [1] * 5, (
+        "the global states, not a rank's"
+    )
     w.assembly.shutdown()

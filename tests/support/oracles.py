@@ -1,4 +1,4 @@
-"""What tests compare with: a cache-less forward, greedy continuation by it, and "the same tokens" as the plan defines it."""
+"""What tests compare with: a cache-less forward, and "the same tokens" with its tolerance for near-ties."""
 
 import torch
 

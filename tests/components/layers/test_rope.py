@@ -116,5 +116,5 @@ def test_dtype_and_shape():
 
 
 def test_unknown_type_is_refused_with_the_nearest():
-    with pytest.raises(ModelError, match="'yarm'.*did you mean 'yarn'"):
+    with pytest.raises(ModelError, match=r"'yarm'.*did you mean 'yarn'"):
         RotaryEmbedding(RopeConfig(rope_type="yarm", rotary_dim=8), torch.float32, CPU)
