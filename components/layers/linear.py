@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
+from workerkit.framework.interfaces.kernels import Kernels
+
 
 class MergedLinear(torch.nn.Module):
-    """Projections of one input, their outputs side by side: one matrix product where a checkpoint has several."""
+    """Projections of one input, their outputs side by side: one matrix product where a checkpoint has several.
+
+    `bind` comes between filling the weight and the first product, and again after every change of the weight.
+    """
 
     def __init__(
-        self, in_features: int, outputs: Mapping[str, int], bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        bias: bool,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
+        self.product: Callable[[torch.Tensor], torch.Tensor]
         self.outputs = dict(outputs)  # checkpoint name of each projection -> its output size, in order
         total = sum(outputs.values())
         self.weight = torch.nn.Parameter(
@@ -23,9 +36,13 @@ class MergedLinear(torch.nn.Module):
             torch.nn.Parameter(torch.empty(total, dtype=dtype, device=device), requires_grad=False) if bias else None
         )
 
+    def bind(self) -> None:
+        """Let the kernels take the weight in the form that suits them."""
+        self.product = self.kernels.linear(self.weight, self.bias)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, sum of outputs]."""
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+        return self.product(x)
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """`q_proj.weight` and the like -> the view of the merged tensor that it fills."""
@@ -43,6 +60,13 @@ class Linear(MergedLinear):
     """One projection."""
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        super().__init__(in_features, {name: out_features}, bias, dtype, device)
+        super().__init__(in_features, {name: out_features}, bias, kernels, dtype, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -37,16 +37,16 @@ class DecoderLayer(torch.nn.Module):
         qkv = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
         gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
         self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
-        self.qkv_proj = MergedLinear(hidden, qkv, config.qkv_bias, dtype, device)
+        self.qkv_proj = MergedLinear(hidden, qkv, config.qkv_bias, kernels, dtype, device)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, kernels, dtype, device)
             self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, kernels, dtype, device)
-        self.o_proj = Linear("o_proj", query_size, hidden, config.o_bias, dtype, device)
+        self.o_proj = Linear("o_proj", query_size, hidden, config.o_bias, kernels, dtype, device)
         self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
-        self.gate_up_proj = MergedLinear(hidden, gate_up, config.mlp_bias, dtype, device)
-        self.down_proj = Linear("down_proj", config.intermediate_size, hidden, config.mlp_bias, dtype, device)
+        self.gate_up_proj = MergedLinear(hidden, gate_up, config.mlp_bias, kernels, dtype, device)
+        self.down_proj = Linear("down_proj", config.intermediate_size, hidden, config.mlp_bias, kernels, dtype, device)
 
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inputs: ModelInputs
@@ -93,6 +93,7 @@ class Decoder(torch.nn.Module, Network):
         super().__init__()
         _check(config)
         self.config = config
+        self.kernels = kernels
         windows = config.sliding_windows or (None,) * config.num_hidden_layers
         self._attention_layers = tuple(
             AttentionLayer(
@@ -117,6 +118,7 @@ class Decoder(torch.nn.Module, Network):
             if config.tie_word_embeddings
             else _matrix(config.vocab_size, config.hidden_size, dtype, device)
         )
+        self.head_product: Callable[[torch.Tensor], torch.Tensor]  # bound, like those of the layers, by load_weights
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -145,7 +147,7 @@ class Decoder(torch.nn.Module, Network):
         return ModelOutput(hidden=hidden, taps=taps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden, self.lm_head).float()
+        return self.head_product(hidden).float()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.named_parameters()
@@ -180,6 +182,10 @@ class Decoder(torch.nn.Module, Network):
             )
         self._fill_head(head)
         self.rotary.reset()
+        self.head_product = self.kernels.linear(self.lm_head, None)
+        for module in self.modules():
+            if isinstance(module, MergedLinear):
+                module.bind()
 
     def _fill_head(self, head: torch.Tensor | None) -> None:
         """What the file holds decides; a tie flag that says otherwise is only worth a warning."""

@@ -40,7 +40,6 @@ def _new_plugin(args: argparse.Namespace) -> int:
         raise WorkerkitError(f"{folder} is there already, and not empty")
     values = {
         "role": role.name,
-        "ROLE": role.name.upper(),
         "name": args.name,
         "module": f"workerkit_{args.name}",
         "dist": f"workerkit-{args.name.replace('_', '-')}",
@@ -94,7 +93,8 @@ def _derived(registry: Registry, role: Role[Any], base: str | None, values: dict
         for offer in offers.values()
         if offer.defaults.get(role.name) == base
     }
-    return skeletons.derived(bases[base], _abstract(bases[base]), goes_with, {**values, "base_name": base})
+    offer = registry.offers[role.name][base]
+    return skeletons.derived(bases[base], offer, _abstract(bases[base]), goes_with, values)
 
 
 def _classes(registry: Registry, role: Role[Any]) -> Iterator[tuple[str, type]]:

@@ -12,6 +12,7 @@ import attrs
 
 from workerkit.framework import config as configs
 from workerkit.framework.cli import templates
+from workerkit.framework.registry import Offer
 
 _IMPORTS = (
     "from workerkit.framework.assembly import assemble",
@@ -73,18 +74,28 @@ EXAMPLES: Mapping[str, Example] = {
 def example(role: str, values: Mapping[str, str]) -> Mapping[str, str]:
     """A package around the role's example."""
     chosen = EXAMPLES[role]
-    return _package(chosen.module, chosen.test, chosen.imports, values, {})
+    return _package(chosen.module, chosen.test, chosen.imports, {**values, "add": _add(values)}, {})
+
+
+def _add(values: Mapping[str, str], **options: Any) -> str:
+    """The arguments of `registry.add`; options that are empty are left out."""
+    first = (f"roles.{values['role'].upper()}", f'"{values["name"]}"', values["cls"])
+    return ", ".join([*first, *(f"{name}={option!r}".replace("'", '"') for name, option in options.items() if option)])
 
 
 def derived(
-    base: type, methods: Iterable[str], goes_with: Mapping[str, str], values: Mapping[str, str]
+    base: type, offer: Offer, methods: Iterable[str], goes_with: Mapping[str, str], values: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """A package around a class under an installed one, with each of the methods handed on. `goes_with`: parts of other
-    roles that a config must name too."""
+    """A package around a class under an installed one, with each of the methods handed on.
+
+    `offer`: how that one is registered. `goes_with`: parts of other roles that a config must name too.
+    """
     filled = {
         **values,
         "base": base.__name__,
+        "base_name": offer.name,
         "base_module": base.__module__,
+        "add": _add(values, requires=offer.requires, defaults=offer.defaults, parts=offer.parts),
         "methods": "\n".join(_delegate(base, name) for name in methods),
     }
     return _package(templates.DERIVED, "", (), filled, goes_with)

@@ -74,7 +74,7 @@ REGISTER = '''
 @hookimpl
 def worker_components(registry: Registry) -> None:
     """Called by workerkit when the plugin is loaded."""
-    registry.add(roles.$ROLE, "$name", $cls)
+    registry.add($add)
 '''
 
 SAMPLER_STAGE = '''\

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from workerkit.framework.interfaces.device import DeviceContext
 
 OPS = (
+    "linear",
     "rms_norm",
     "fused_add_rms_norm",
     "rotary_embedding",
@@ -43,6 +44,7 @@ class KernelLibrary(abc.ABC):
 class Kernels(abc.ABC):
     """Every op of OPS, each from the first library of the configured order that has it."""
 
+    linear: Linear
     rms_norm: RmsNorm
     fused_add_rms_norm: FusedAddRmsNorm
     rotary_embedding: RotaryEmbedding
@@ -63,6 +65,15 @@ class Kernels(abc.ABC):
     @abc.abstractmethod
     def prepare(self, context: DeviceContext) -> None:
         """Load native code for the device, before weights are read."""
+
+
+class Linear(Protocol):
+    """weight [O, H], bias [O] or None -> a function [T, H] -> [T, O] that multiplies by them.
+
+    It may hold the weight in a form of its own: made after the weight is in place, and anew when that changes.
+    """
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]: ...
 
 
 class RmsNorm(Protocol):

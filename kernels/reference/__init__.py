@@ -9,10 +9,12 @@ from workerkit.kernels.reference.activation import silu_and_mul
 from workerkit.kernels.reference.attention import decode_attention, paged_attention, prefill_attention
 from workerkit.kernels.reference.cache import reshape_and_cache
 from workerkit.kernels.reference.norm import fused_add_rms_norm, rms_norm
+from workerkit.kernels.reference.projection import linear
 from workerkit.kernels.reference.rope import rotary_embedding
 from workerkit.kernels.reference.sampling import apply_top_k_top_p, sample_from_probs, uniform_from_seed
 
 OPS: dict[str, Callable[..., Any]] = {
+    "linear": linear,
     "rms_norm": rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm,
     "rotary_embedding": rotary_embedding,

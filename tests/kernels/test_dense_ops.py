@@ -26,6 +26,22 @@ def test_libraries_offer_known_ops_only():
     assert set(cpu.OPS) <= set(OPS)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 2, 33])
+def test_linear(ops, dtype, rows, with_bias):
+    weight, bias = torch.randn(24, 16).to(dtype), torch.randn(24).to(dtype) if with_bias else None
+    x = torch.randn(rows, 40).to(dtype)[:, 8:24]  # rows of a wider tensor
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    got = ops["linear"](weight, bias)(x)
+    torch.testing.assert_close(got, expected.to(dtype), atol=4e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
+
+
+def test_cpu_linear_gives_the_bits_of_the_reference():
+    for rows in (1, 8, 50):
+        weight, x = torch.randn(192, 576).bfloat16(), torch.randn(rows, 576).bfloat16()
+        assert torch.equal(cpu.OPS["linear"](weight, None)(x), reference.OPS["linear"](weight, None)(x))
+
+
 def test_rms_norm(ops, dtype):
     x, weight = (torch.randn(3, 5, 16) * 7).to(dtype), torch.randn(16).to(dtype)
     wide = x.double()

@@ -124,10 +124,14 @@ def test_b63_untied_without_a_head_is_tied_with_a_warning(caplog):
     torch.testing.assert_close(network.compute_logits(hidden), hidden @ tensors["model.embed_tokens.weight"].T)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_can_be_read_again_in_place(tied):
-    """After a sleep that dropped everything: zero-filled memory at the same addresses."""
-    network, tensors = parts(tie_word_embeddings=tied, rope_type="yarn", rope_factor=4.0)
+def test_weights_can_be_read_again_in_place(tied, dtype):
+    """After a sleep that dropped everything: zero-filled memory at the same addresses, kernels bound anew."""
+    source = loader(tie_word_embeddings=tied, rope_type="yarn", rope_factor=4.0)
+    config = source.read_config()
+    network, tensors = library().build(config, dtype, CPU), dict(source.weights(config))
+    network.load_weights((name, torch.ones_like(tensor)) for name, tensor in tensors.items())
     network.load_weights(tensors.items())
     expected = logits(network, [5, 6, 7])
     addresses = {name: tensor.data_ptr() for name, tensor in network.weights()}

@@ -49,9 +49,8 @@ def test_b150_each_spelling_of_the_config_option_is_read(cli, engines, tmp_path,
 def test_b149_set_wins_over_the_file_over_the_default(cli, engines, tmp_path, value, expected):
     """B149: for both values, and null too."""
     path = tmp_path / "f.yaml"
-    path.write_text(
-        f"components: {{engine: {{eager: {str(not expected).lower()}, ctrl_c_at_step: 99}}}}\nmodel: {{max_model_len: 8}}"
-    )
+    engine = f"{{eager: {str(not expected).lower()}, ctrl_c_at_step: 99}}"
+    path.write_text(f"components: {{engine: {engine}}}\nmodel: {{max_model_len: 8}}")
     settings = [f"components.engine.eager={value}", "components.engine.ctrl_c_at_step=null", "model.max_model_len=null"]
     assert cli("generate", "-c", path, *(a for s in settings for a in ("--set", s)), "x") == 0
     assert engines[0].config.eager is expected
