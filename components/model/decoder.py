@@ -183,9 +183,16 @@ class Decoder(torch.nn.Module, Network):
         self._fill_head(head)
         self.rotary.reset()
         self.head_product = self.kernels.linear(self.lm_head, None)
-        for module in self.modules():
-            if isinstance(module, MergedLinear):
-                module.bind()
+        for linear in self._linears():
+            linear.bind()
+
+    def release(self) -> None:
+        del self.head_product
+        for linear in self._linears():
+            linear.release()
+
+    def _linears(self) -> Iterator[MergedLinear]:
+        return (module for module in self.modules() if isinstance(module, MergedLinear))
 
     def _fill_head(self, head: torch.Tensor | None) -> None:
         """What the file holds decides; a tie flag that says otherwise is only worth a warning."""

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import attrs
+import torch
+
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.kernels import Kernels
-from workerkit.framework.interfaces.model import LoadedModel, Model, ModelLibrary, ModelLoader
+from workerkit.framework.interfaces.model import LoadedModel, Model, ModelConfig, ModelLibrary, ModelLoader
+
+
+@attrs.frozen(kw_only=True)
+class NativeModelConfig:
+    """Options of `model: native`."""
+
+    progress: bool = attrs.field(
+        default=True, metadata={"doc": "a progress bar while weights are read, where stderr is a terminal"}
+    )
 
 
 class NativeModel(Model):
@@ -13,12 +27,14 @@ class NativeModel(Model):
 
     def __init__(
         self,
+        config: NativeModelConfig,
         context: DeviceContext,
         loader: ModelLoader,
         library: ModelLibrary,
         attention: AttentionBackend,
         kernels: Kernels,
     ) -> None:
+        self._progress = config.progress
         self._context = context
         self._loader = loader
         self._library = library
@@ -30,9 +46,16 @@ class NativeModel(Model):
         network = self._library.build(config, self._context.dtype, self._context.device)
         self._attention.prepare(network.attention_layers, self._context.dtype)
         self._kernels.prepare(self._context)
-        network.load_weights(self._loader.weights(config))
+        network.load_weights(self._weights(config))
         weight_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in network.weights())
         return LoadedModel(network=network, config=config, weight_bytes=weight_bytes)
 
     def reload_weights(self, loaded: LoadedModel) -> None:
-        loaded.network.load_weights(self._loader.weights(loaded.config))
+        loaded.network.load_weights(self._weights(loaded.config))
+
+    def _weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        from tqdm import tqdm
+
+        hidden = None if self._progress else True  # None: hidden where stderr is no terminal
+        weights = self._loader.weights(config)
+        yield from tqdm(weights, "loading weights", self._loader.count(), leave=False, unit="tensor", disable=hidden)

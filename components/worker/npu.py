@@ -206,6 +206,7 @@ class NPUWorker(Worker):
         freed = self._pool.discard("kv_cache")
         self._asleep["kv_cache"] = level
         if level == 2:
+            self._loaded().network.release()
             freed += self._pool.discard("weights")
             self._asleep["weights"] = level
         self._stage = Stage.ASLEEP

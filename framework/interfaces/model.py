@@ -120,6 +120,9 @@ class Network(abc.ABC):
         Raises WeightError naming every missing, unexpected and misshapen tensor; nothing is left at its initial value.
         """
 
+    def release(self) -> None:  # noqa: B027  most networks derive nothing
+        """Drop what was derived from the weights (packed copies) before they go; `load_weights` makes it again."""
+
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What `load_weights` fills, each tensor once; buffers that are computed (rope tables) are not among it."""

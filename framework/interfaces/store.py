@@ -57,8 +57,9 @@ class ModelStore(abc.ABC):
         """Whether a named model is in the cache, whole by its size. ModelError when no model has that name."""
 
     @abc.abstractmethod
-    def fetch(self, name: str, progress: bool = False) -> pathlib.Path:
-        """The named model's file, downloaded and checked unless it is cached. `progress` draws bars on stderr."""
+    def fetch(self, name: str, progress: bool | None = False) -> pathlib.Path:
+        """The named model's file, downloaded and checked unless it is cached. `progress` draws bars on stderr;
+        None draws them where stderr is a terminal."""
 
     @abc.abstractmethod
     def resolve(self, source: str) -> pathlib.Path:

@@ -155,7 +155,7 @@ class FakeStore(ModelStore):
     def is_cached(self, name: str) -> bool:
         raise ModelError(f"no model is named {name!r}")
 
-    def fetch(self, name: str, progress: bool = False) -> pathlib.Path:
+    def fetch(self, name: str, progress: bool | None = False) -> pathlib.Path:
         raise ModelError(f"no model is named {name!r}")
 
     def resolve(self, source: str) -> pathlib.Path:

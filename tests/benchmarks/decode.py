@@ -175,9 +175,7 @@ def main():
     table(results, args.runs)
     for name, assembly in engines.items():
         in_worker, in_engine = overhead(assembly, 8)
-        print(
-            f"host overhead of a step at batch 8, {name}: {in_worker:.2f} ms in the worker, {in_engine:.2f} ms with engine"
-        )
+        print(f"host overhead at batch 8, {name}: {in_worker:.2f} ms in the worker, {in_engine:.2f} ms with engine")
         assembly.shutdown()
 
 

@@ -9,32 +9,32 @@ from workerkit.framework.assembly import assemble
 from workerkit.framework.interfaces.request import SamplingParams
 from workerkit.framework.interfaces.sampling import Sampler
 
-SMALL = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    eos_token_id=0,
-    bos_token_id=1,
-)
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 0,
+    "bos_token_id": 1,
+}
 FAMILIES = {
     "Llama": {},
-    "Llama-llama3-rope": dict(
-        rope_parameters=dict(
-            rope_type="llama3",
-            rope_theta=10000.0,
-            factor=4.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        )
-    ),
-    "Qwen2": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-    "Qwen3": dict(head_dim=32, tie_word_embeddings=True),
-    "Mistral": dict(sliding_window=8),
+    "Llama-llama3-rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "Qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "Mistral": {"sliding_window": 8},
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from workerkit.components.kernels.ordered import OrderedKernels
 from workerkit.components.loader.random import RandomLoader, RandomLoaderConfig
 from workerkit.components.model.library import NativeLibrary
-from workerkit.components.model.native import NativeModel
+from workerkit.components.model.native import NativeModel, NativeModelConfig
 from workerkit.framework.errors import UnsupportedError
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext

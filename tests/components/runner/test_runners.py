@@ -43,33 +43,33 @@ def step(worker, *news, cached_requests=(), scheduled, **more):
 
 
 REFUSED = {
-    "known": (dict(new_requests=(new("a"),), num_scheduled_tokens={"a": 3}), "already here"),
-    "unknown": (dict(cached_requests=(cached("z", 3),), num_scheduled_tokens={"z": 1}), "'z' is not known"),
-    "unscheduled": (dict(cached_requests=(cached("a", 3),), num_scheduled_tokens={}), "does not name exactly"),
+    "known": ({"new_requests": (new("a"),), "num_scheduled_tokens": {"a": 3}}, "already here"),
+    "unknown": ({"cached_requests": (cached("z", 3),), "num_scheduled_tokens": {"z": 1}}, "'z' is not known"),
+    "unscheduled": ({"cached_requests": (cached("a", 3),), "num_scheduled_tokens": {}}, "does not name exactly"),
     "twice": (
-        dict(cached_requests=(cached("a", 3), cached("a", 3)), num_scheduled_tokens={"a": 1}),
+        {"cached_requests": (cached("a", 3), cached("a", 3)), "num_scheduled_tokens": {"a": 1}},
         "scheduled twice",
     ),
-    "nothing": (dict(cached_requests=(cached("a", 3),), num_scheduled_tokens={"a": 0}), ">= 1"),
+    "nothing": ({"cached_requests": (cached("a", 3),), "num_scheduled_tokens": {"a": 0}}, ">= 1"),
     "budget": (
-        dict(new_requests=(new("b", tuple(range(17)), ((3, 4, 5, 6, 7),)),), num_scheduled_tokens={"b": 17}),
+        {"new_requests": (new("b", tuple(range(17)), ((3, 4, 5, 6, 7),)),), "num_scheduled_tokens": {"b": 17}},
         "17 tokens are scheduled, max_num_batched_tokens is 16",
     ),
     "slots": (
-        dict(new_requests=(new("b"), new("c")), num_scheduled_tokens={"b": 3, "c": 3}),
+        {"new_requests": (new("b"), new("c")), "num_scheduled_tokens": {"b": 3, "c": 3}},
         "3 requests would be live, max_num_reqs is 2",
     ),
-    "vocabulary": (dict(new_requests=(new("b", (1, 256)),), num_scheduled_tokens={"b": 2}), r"outside 0\.\.255"),
+    "vocabulary": ({"new_requests": (new("b", (1, 256)),), "num_scheduled_tokens": {"b": 2}}, r"outside 0\.\.255"),
     "length": (
-        dict(new_requests=(new("b", tuple(range(65))),), num_scheduled_tokens={"b": 4}),
+        {"new_requests": (new("b", tuple(range(65))),), "num_scheduled_tokens": {"b": 4}},
         "65 tokens .* max_model_len is 64",
     ),
     "groups": (
-        dict(new_requests=(new("b", blocks=((3,), (4,))),), num_scheduled_tokens={"b": 3}),
+        {"new_requests": (new("b", blocks=((3,), (4,))),), "num_scheduled_tokens": {"b": 3}},
         "blocks for 2 of 1 cache groups",
     ),
     "position": (
-        dict(cached_requests=(cached("a", 64),), num_scheduled_tokens={"a": 1}),
+        {"cached_requests": (cached("a", 64),), "num_scheduled_tokens": {"a": 1}},
         "position 65, max_model_len is 64",
     ),
 }
@@ -192,9 +192,9 @@ def test_a_tap_hands_out_hidden_states_of_named_layers(runner):
 
 def test_a_tap_of_a_layer_that_is_not_there_is_refused_with_the_nearest():
     observers = [{"use": "tap", "layers": ["layer.0"]}]
-    with assemble(CONFIG, {"components.observers": observers}) as assembly:
-        with pytest.raises(ModelError, match=r"'layer\.0'; did you mean 'layers\.0'"):
-            assembly.worker.start()
+    refused = pytest.raises(ModelError, match=r"'layer\.0'; did you mean 'layers\.0'")
+    with assemble(CONFIG, {"components.observers": observers}) as assembly, refused:
+        assembly.worker.start()
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])

@@ -55,7 +55,7 @@ def test_each_stage_is_refused_out_of_order(runner):
             with pytest.raises(StageError, match="ASSEMBLED"):
                 early()
         worker.init_device()
-        with pytest.raises(StageError, match="load_model|LOADED|DEVICE"):
+        with pytest.raises(StageError, match="LOADED, the worker is in stage DEVICE"):
             worker.plan_kv_cache(2**20)
         worker.load_model()
         with pytest.raises(StageError):
@@ -116,9 +116,9 @@ def test_the_config_overrides_profiling(cache, blocks):
 
 
 def test_a_cache_too_small_for_one_request_says_what_to_change():
-    with assemble({**CONFIG, "cache": {"block_size": 4, "num_blocks": 9}}) as assembly:
-        with pytest.raises(CacheError, match=r"64|max_model_len"):
-            assembly.worker.start()
+    config = {**CONFIG, "cache": {"block_size": 4, "num_blocks": 9}}
+    with assemble(config) as assembly, pytest.raises(CacheError, match="max_model_len"):
+        assembly.worker.start()
 
 
 def test_a_context_longer_than_the_models_is_refused():
