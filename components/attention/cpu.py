@@ -35,7 +35,7 @@ class _Prefill:
     seq_len: int
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class _GroupPlan:
     slots: torch.Tensor  # [num_tokens] int64
     decodes: _Decodes | None
@@ -101,27 +101,32 @@ class CpuAttention(AttentionBackend):
 def _plan(
     batch: InputBatch, block_table: torch.Tensor, slots: torch.Tensor, block_size: int, sliding_window: int | None
 ) -> _GroupPlan:
-    starts = batch.query_start_loc_np[: batch.num_reqs + 1]
-    query_lens = np.diff(starts)
-    seq_lens = batch.seq_lens[: batch.num_reqs].long()
+    starts = batch.query_start_loc_np
+    num_reqs = batch.num_reqs
+    slots = slots[: batch.num_tokens].long()
+    if batch.max_query_len == 1:
+        everything = slice(0, num_reqs)
+        columns, mask = _seen(block_table[:num_reqs], batch.seq_lens[:num_reqs], block_size, sliding_window)
+        return _GroupPlan(slots, _Decodes(tokens=everything, block_table=columns, mask=mask), ())
+    query_lens = np.diff(starts[: num_reqs + 1])
     decode_rows = np.flatnonzero(query_lens == 1)
     decodes = None
     if len(decode_rows):
         leading = decode_rows[-1] == len(decode_rows) - 1
         rows = slice(0, len(decode_rows)) if leading else torch.from_numpy(decode_rows)
         tokens = rows if leading else torch.from_numpy(starts[decode_rows].astype(np.int64))
-        columns, mask = _seen(block_table[rows], seq_lens[rows], block_size, sliding_window)
+        columns, mask = _seen(block_table[rows], batch.seq_lens[rows], block_size, sliding_window)
         decodes = _Decodes(tokens=tokens, block_table=columns, mask=mask)
-    host_seq_lens = seq_lens.tolist()
+    seq_lens = batch.seq_lens[:num_reqs].tolist()
     prefills = tuple(
         _Prefill(
             tokens=slice(int(starts[row]), int(starts[row + 1])),
-            block_ids=block_table[row, : -(-host_seq_lens[row] // block_size)].long(),
-            seq_len=host_seq_lens[row],
+            block_ids=block_table[row, : -(-seq_lens[row] // block_size)].long(),
+            seq_len=seq_lens[row],
         )
         for row in np.flatnonzero(query_lens > 1)
     )
-    return _GroupPlan(slots=slots[: batch.num_tokens].long(), decodes=decodes, prefills=prefills)
+    return _GroupPlan(slots, decodes, prefills)
 
 
 def _seen(
@@ -131,8 +136,11 @@ def _seen(
 
     W is the largest number of columns that a row needs; with a sliding window each row starts at its own column.
     """
+    if sliding_window is None:
+        width = -(-int(seq_lens.max()) // block_size)
+        return block_table[:, :width].long(), torch.arange(width * block_size) < seq_lens[:, None]
     last = (seq_lens - 1).clamp(min=0)
-    first = torch.zeros_like(last) if sliding_window is None else (last - sliding_window + 1).clamp(min=0)
+    first = (last - sliding_window + 1).clamp(min=0)
     first_column = first // block_size
     width = int((last // block_size - first_column).max()) + 1
     columns = first_column[:, None] + torch.arange(width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
@@ -10,7 +12,13 @@ from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, InputBat
 from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape
 from workerkit.framework.interfaces.kv_cache import BatchTables, BlockTables, KVCaches
 from workerkit.framework.interfaces.model import LoadedModel, ModelInputs, ModelOutput
-from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
+from workerkit.framework.interfaces.request import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    StepOutput,
+)
 from workerkit.framework.interfaces.runner import RunnerParts, WorkerShape
 from workerkit.framework.interfaces.sampling import DraftInputs, SamplerOutput, SlotPart
 
@@ -25,7 +33,11 @@ class ExecuteModelState:
 
 
 class StepPhases:
-    """Forward, sampling and proposing over the parts of a runner. All of it runs on the device's stream."""
+    """Forward, sampling and proposing over the parts of a runner.
+
+    All of it runs on the device's stream, in torch's inference mode, which the runner enters once for each half of a
+    step.
+    """
 
     def __init__(
         self,
@@ -66,6 +78,18 @@ class StepPhases:
             raise ModelError(f"the model has no tap point {unknown[0]!r}; {hint}")
         return tuple(sorted(wanted))
 
+    @torch.inference_mode()
+    def change_slots(self, cleared: Sequence[tuple[str, int]], added: Sequence[tuple[int, NewRequest]]) -> None:
+        """Requests (id, slot) leave and (slot, request) arrive, in every part that keeps something by slot."""
+        for _, slot in cleared:
+            for part in self.slot_parts:
+                part.clear(slot)
+        if cleared:
+            self._parts.encoder.free([req_id for req_id, _ in cleared])
+        for slot, request in added:
+            for part in self.slot_parts:
+                part.add(slot, request)
+
     def descriptor(self, plan: BatchPlan) -> BatchDescriptor:
         """The shape to build for, the same on all ranks."""
         lens = plan.num_scheduled_tokens
@@ -73,7 +97,6 @@ class StepPhases:
         shape = BatchShape(num_tokens=plan.num_tokens, num_reqs=plan.num_reqs, uniform_query_len=uniform)
         return self._parts.parallel.agree(self._parts.graph.dispatch(self._parts.pcp.local_shape(shape)))
 
-    @torch.inference_mode()
     def move_blocks(self, output: SchedulerOutput) -> None:
         """New blocks are zeroed, then blocks are copied."""
         if output.blocks_to_zero:
@@ -81,7 +104,6 @@ class StepPhases:
         if output.block_copies:
             self._parts.kv_cache.copy_blocks(self._caches, output.block_copies)
 
-    @torch.inference_mode()
     def forward(self, plan: BatchPlan, desc: BatchDescriptor) -> ExecuteModelState:
         """Build the batch and run the model."""
         return self._forward(self._batches.build(plan, desc), desc)
@@ -130,14 +152,12 @@ class StepPhases:
             parts.pipeline.send(output)
         return ExecuteModelState(batch=batch, tables=tables, output=output)
 
-    @torch.inference_mode()
     def restore(self, state: ExecuteModelState) -> ExecuteModelState:
         """Hidden states of the global batch, which sampling and proposing work on."""
         if not self._parts.pipeline.is_last:
             return state
         return attrs.evolve(state, output=self._parts.pcp.restore(state.output, state.batch))
 
-    @torch.inference_mode()
     def sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> SamplerOutput:
         """Tokens of each row; none for rows whose prefill goes on."""
         parts, batch = self._parts, state.batch
@@ -164,7 +184,6 @@ class StepPhases:
         parts.pipeline.broadcast(sampled)
         return sampled
 
-    @torch.inference_mode()
     def propose(self, state: ExecuteModelState, sampled: SamplerOutput) -> torch.Tensor | None:
         """Drafts [num_reqs, K] for the next step, or None without a speculator."""
         parts = self._parts
@@ -181,6 +200,7 @@ class StepPhases:
         )
         return parts.verify_budget.trim(parts.speculator.propose(inputs))
 
+    @torch.inference_mode()
     def capture(self) -> None:
         """Capture graphs, the text model's before the encoder's."""
         self._parts.graph.capture(self._network.forward)

@@ -5,9 +5,13 @@ Inputs are copied to the device each step, and a step waits for its tokens, so t
 
 from __future__ import annotations
 
+import torch
+
 from workerkit.components.runner.step import ExecuteModelState, ReadyOutput, StepPhases, check_output, to_lists
 from workerkit.framework.errors import StageError
-from workerkit.framework.interfaces.batch import HostRequestStates, RowInputBatch
+from workerkit.framework.interfaces.batch import BatchPlan, HostRequestStates, RowInputBatch
+from workerkit.framework.interfaces.device import Pending
+from workerkit.framework.interfaces.graph import BatchDescriptor
 from workerkit.framework.interfaces.kv_cache import KVCaches, KVLayout, RowBlockTables
 from workerkit.framework.interfaces.model import LoadedModel
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
@@ -37,18 +41,15 @@ class GPUModelRunner(ModelRunner):
         self._phases = StepPhases(parts, shape, loaded, caches, batches, tables)
 
     def _update_states(self, output: SchedulerOutput) -> None:
-        """Requests finish, are preempted, are added and advance; then the rows follow the plan."""
+        """Requests finish, are preempted, are added and advance."""
         leaving = [r for r in self._states.req_ids if r in output.finished_req_ids or r in output.preempted_req_ids]
+        cleared = []
         for req_id in leaving:
             self._batches.remove(req_id)
-            slot = self._states.remove(req_id)
-            for part in self._phases.slot_parts:
-                part.clear(slot)
-        self._parts.encoder.free(leaving)
-        for request in output.new_requests:
-            slot = self._states.add(request)
-            for part in self._phases.slot_parts:
-                part.add(slot, request)
+            cleared.append((req_id, self._states.remove(req_id)))
+        added = [(self._states.add(request), request) for request in output.new_requests]
+        if cleared or added:
+            self._parts.device.submit(lambda: self._phases.change_slots(cleared, added)).wait()
         for cached in output.cached_requests:
             self._states.update(cached)
 
@@ -62,32 +63,44 @@ class GPUModelRunner(ModelRunner):
 
 
 class NPUModelRunner(GPUModelRunner):
-    """The step."""
+    """The step: bookkeeping at once, device work on the device's stream, and a wait for the tokens."""
 
-    _state: ExecuteModelState | None = None
+    _forward: Pending[ExecuteModelState] | None = None
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
-        if self._state is not None:
+        if self._forward is not None:
             raise StageError("execute_model was called twice without sample_tokens")
         check_output(output, self._states, self._shape, self._num_groups)
         parts = self._parts
         parts.hooks.step_started(output)
         parts.kv_connector.preempted(sorted(output.preempted_req_ids))
         self._update_states(output)
-        self._phases.move_blocks(output)
         if not output.num_scheduled_tokens:
+            parts.device.submit(lambda: self._phases.move_blocks(output)).wait()
             return parts.kv_connector.no_forward(output)
         plan = self._states.plan(output)
+        desc = self._phases.descriptor(plan)
         self._batches.sync(plan, self._states)
-        self._state = self._phases.forward(plan, self._phases.descriptor(plan))
+        self._forward = parts.device.submit(lambda: self._run_forward(output, plan, desc))
         return None
 
+    @torch.inference_mode()
+    def _run_forward(self, output: SchedulerOutput, plan: BatchPlan, desc: BatchDescriptor) -> ExecuteModelState:
+        self._phases.move_blocks(output)
+        return self._phases.forward(plan, desc)
+
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> StepOutput:
-        if self._state is None:
+        if self._forward is None:
             raise StageError("sample_tokens needs an execute_model that scheduled tokens before it")
-        state, self._state = self._state, None
-        state = self._phases.restore(state)
+        forward, self._forward = self._forward, None
+        result = self._parts.device.submit(lambda: self._run_sample(forward.wait(), grammar)).wait()
+        self._parts.hooks.output_ready(result)
+        return ReadyOutput(result)
+
+    @torch.inference_mode()
+    def _run_sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         parts, batch = self._parts, state.batch
+        state = self._phases.restore(state)
         sampled = self._phases.sample(state, grammar)
         tokens = to_lists(
             parts.device.copy_to_host(sampled.token_ids).wait(), parts.device.copy_to_host(sampled.num_sampled).wait()
@@ -100,12 +113,10 @@ class NPUModelRunner(GPUModelRunner):
         parts.kv_connector.post_forward()
         parts.eplb.step(is_dummy=False)
         parts.hooks.step_finished(batch)
-        result = ModelRunnerOutput(req_ids=batch.req_ids, sampled_token_ids=tuple(map(tuple, tokens)))
-        parts.hooks.output_ready(result)
-        return ReadyOutput(result)
+        return ModelRunnerOutput(req_ids=batch.req_ids, sampled_token_ids=tuple(map(tuple, tokens)))
 
     def execute_dummy_batch(self, num_tokens: int, num_reqs: int) -> None:
-        self._phases.dummy(num_tokens, num_reqs)
+        self._parts.device.submit(lambda: self._phases.dummy(num_tokens, num_reqs)).wait()
 
     def capture(self) -> None:
-        self._phases.capture()
+        self._parts.device.submit(self._phases.capture).wait()

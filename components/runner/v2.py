@@ -98,13 +98,16 @@ class NPUModelRunner(ModelRunner):
         parts.hooks.step_started(output)
         parts.kv_connector.preempted(sorted(output.preempted_req_ids))
         changes = self._change_requests(output)
-        carried = parts.device.submit(lambda: self._carry_out(changes))
         if not output.num_scheduled_tokens:
-            carried.wait()
+            parts.device.submit(lambda: self._carry_out(changes)).wait()
             return parts.kv_connector.no_forward(output)
-        plan = self._states.plan(output)
-        desc = self._phases.descriptor(plan)
-        self._forward = plan, parts.device.submit(lambda: self._run_forward(carried, plan, desc))
+        try:
+            plan = self._states.plan(output)
+            desc = self._phases.descriptor(plan)
+        except BaseException:
+            parts.device.submit(lambda: self._carry_out(changes)).wait()  # host and device must not part
+            raise
+        self._forward = plan, parts.device.submit(lambda: self._run_forward(changes, plan, desc))
         return None
 
     def _change_requests(self, output: SchedulerOutput) -> _Changes:
@@ -124,19 +127,15 @@ class NPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def _carry_out(self, changes: _Changes) -> None:
-        for _, slot in changes.cleared:
-            for part in self._phases.slot_parts:
-                part.clear(slot)
-        self._parts.encoder.free([req_id for req_id, _ in changes.cleared])
+        self._phases.change_slots(changes.cleared, changes.added)
         for slot, request in changes.added:
             self._states.write(slot, request)
-            for part in self._phases.slot_parts:
-                part.add(slot, request)
         self._tables.apply(changes.writes)
         self._phases.move_blocks(changes.output)
 
-    def _run_forward(self, carried: Pending[None], plan: BatchPlan, desc: BatchDescriptor) -> ExecuteModelState:
-        carried.wait()  # done before, on this stream; raises what went wrong in it
+    @torch.inference_mode()
+    def _run_forward(self, changes: _Changes, plan: BatchPlan, desc: BatchDescriptor) -> ExecuteModelState:
+        self._carry_out(changes)
         return self._phases.forward(plan, desc)
 
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> StepOutput:

@@ -120,10 +120,15 @@ class NPUWorker(Worker):
 
     def load_model(self) -> None:
         self._at("load_model", Stage.DEVICE)
+        self._device.submit(self._load).wait()
+        self._stage = Stage.LOADED
+
+    def _load(self) -> None:
+        # On the stream, like all tensor work: on a CPU each thread that computes has a pool of its own, and two pools
+        # on the same cores slow each other down.
         loaded = self._loaded()
         self._draft()
         self._pool.track("weights", tuple(tensor for _, tensor in loaded.network.weights()))
-        self._stage = Stage.LOADED
 
     def _layers(self) -> tuple[AttentionLayer, ...]:
         return (*self._loaded().network.attention_layers, *self._draft().attention_layers)
@@ -140,7 +145,8 @@ class NPUWorker(Worker):
         layout = self._kv_cache().plan(self._layers(), self._attention().kernel_block_sizes, wanted)
         self._device.reset_peak_memory()
         num_reqs = min(shape.max_num_reqs, shape.max_num_batched_tokens)
-        trial = self._kv_stage.trial(attrs.evolve(layout, num_blocks=2), ModelRunner)
+        two_blocks = attrs.evolve(layout, num_blocks=2)
+        trial = self._device.submit(lambda: self._kv_stage.trial(two_blocks, ModelRunner)).wait()
         trial.execute_dummy_batch(shape.max_num_batched_tokens, num_reqs)
         peak = self._device.peak_memory_increase()
         available = min(wanted - in_use, before) - peak - self._config.reserve_bytes
@@ -157,7 +163,7 @@ class NPUWorker(Worker):
     def initialize_kv_cache(self, layout: KVLayout) -> None:
         self._at("initialize_kv_cache", Stage.LOADED)
         self._kv_stage.enter(layout)
-        self._runner()
+        self._device.submit(self._runner).wait()
         self._stage = Stage.READY
 
     def compile_or_warm_up_model(self) -> None:
@@ -216,14 +222,17 @@ class NPUWorker(Worker):
         self._at("wake_up", Stage.ASLEEP)
         if unknown := set(tags) - {"weights", "kv_cache"}:
             raise UnsupportedError(f"wake_up: no tag {sorted(unknown)}; known: weights, kv_cache")
+        self._device.submit(lambda: self._restore(tags)).wait()
+        if not self._asleep:
+            self._stage = Stage.READY
+
+    def _restore(self, tags: tuple[str, ...]) -> None:
         for tag in tags:
             if self._asleep.pop(tag, None) is None:
                 continue
             self._pool.restore(tag)
             if tag == "weights":
                 self._model().reload_weights(self._loaded())
-        if not self._asleep:
-            self._stage = Stage.READY
 
     def check_health(self) -> Health:
         self._at("check_health", *(stage for stage in Stage if Stage.DEVICE <= stage <= Stage.ASLEEP))

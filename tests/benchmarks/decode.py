@@ -1,14 +1,15 @@
 """Decode throughput of both runners beside Hugging Face `generate`, and the host overhead of a step.
 
-    python tests/benchmarks/decode.py [--runs 5] [--batch 1 8 32] [--no-hf] [--plot decode.svg]
+    python tests/benchmarks/decode.py [--runs 5] [--batch 1 8 32] [--no-hf]
 
-SmolLM2-135M in bfloat16, prompts of 32 random tokens, 128 new tokens, greedy, no end token. The contestants take turns
-within each run, so that a slow minute hits all of them; the table shows medians over the runs, the spread
-(max - min) / median, and the median of the ratios within a run. Throughput is new tokens per second of the whole call,
-prompt included.
+SmolLM2-135M in bfloat16, prompts of 32 random tokens, 128 new tokens, greedy, no end token. Each contestant has a
+process of its own (threads of one would slow the others down) and waits while another runs; they take turns within
+each run, so that a slow minute hits all of them. The table shows medians over the runs, the spread (max - min) / median,
+and the median of the ratios within a run. Throughput is new tokens per second of the whole call, prompt included.
 """
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from contextlib import contextmanager
@@ -93,9 +94,8 @@ def timed_compute(assembly, spent):
     places = [(network, "forward"), (network, "compute_logits"), (sampler, "process"), (sampler, "draw")]
     for owner, name in places:
         object.__setattr__(owner, name, timed(getattr(owner, name)))
-    phases = assembly.get(roles.RUNNER)._phases
     try:
-        yield phases
+        yield
     finally:
         for owner, name in places:
             object.__delattr__(owner, name)
@@ -136,6 +136,18 @@ def overhead(assembly, batch):
     return 1e3 * statistics.median(in_worker), 1e3 * statistics.median(in_engine)
 
 
+def serve(name, pipe):
+    """A contestant's process: answers (batch, seed) with tokens per second, and "overhead" with milliseconds."""
+    contestant = hugging_face() if name == "hf" else start(name)
+    run = run_hf if name == "hf" else run_engine
+    run(contestant, prompts(2, 0))  # warm
+    pipe.send(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    while (asked := pipe.recv()) is not None:
+        pipe.send(overhead(contestant, 8) if asked == "overhead" else run(contestant, prompts(*asked)))
+    if name != "hf":
+        contestant.shutdown()
+
+
 def table(results, runs):
     print(f"\nnew tokens/s, median of {runs} runs (spread)")
     rows = []
@@ -159,24 +171,32 @@ def main():
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--no-hf", action="store_true")
     args = parser.parse_args()
-    engines = {runner: start(runner) for runner in ("v1", "v2")}
-    contestants = {name: lambda ids, a=a: run_engine(a, ids) for name, a in engines.items()}
-    if not args.no_hf:
-        model = hugging_face()
-        contestants["hf"] = lambda ids: run_hf(model, ids)
-    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    results = {batch: {name: [] for name in contestants} for batch in args.batch}
-    for run in contestants.values():
-        run(prompts(2, 0))  # warm
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    for name in ("v1", "v2") if args.no_hf else ("v1", "v2", "hf"):
+        pipes[name], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=serve, args=(name, theirs), daemon=True))
+        processes[-1].start()
+        print(f"{name}: {pipes[name].recv()}")
+
+    def ask(name, what):
+        pipes[name].send(what)
+        return pipes[name].recv()
+
+    results = {batch: {name: [] for name in pipes} for batch in args.batch}
     for number in range(args.runs):
         for batch in args.batch:
-            for name, run in contestants.items():
-                results[batch][name].append(run(prompts(batch, number)))
+            for name in pipes:
+                results[batch][name].append(ask(name, (batch, number)))
     table(results, args.runs)
-    for name, assembly in engines.items():
-        in_worker, in_engine = overhead(assembly, 8)
-        print(f"host overhead at batch 8, {name}: {in_worker:.2f} ms in the worker, {in_engine:.2f} ms with engine")
-        assembly.shutdown()
+    for name in ("v1", "v2"):
+        samples = [ask(name, "overhead") for _ in range(3)]
+        in_worker, in_engine = (statistics.median(values) for values in zip(*samples, strict=True))
+        print(f"host overhead at batch 8, {name}: {in_worker:.2f} ms in the worker, {in_engine:.2f} ms with the engine")
+    for pipe in pipes.values():
+        pipe.send(None)
+    for process in processes:
+        process.join()
 
 
 if __name__ == "__main__":
