@@ -147,10 +147,15 @@ class Assembly:
     def with_override(self, role: Role[T], part: T) -> Assembly:
         """An assembly with `part` in the role's place. It shares every instance that neither depends on the part nor
         keeps state of a worker (the loaded model, say) and has its own of all others; this assembly stays as it is.
-        Also a context manager, which shuts the other worker down at the end."""
+        Also a context manager, which shuts the other worker down at the end.
+
+        Raises TypeError for a part of the wrong kind.
+        """
         keys = [key for key, node in self.plan.nodes.items() if node.role is role]
         if role.many:
             raise TypeError(f"{role.name} is a list of parts; override it in the config")
+        if not isinstance(part, role.interface):
+            raise TypeError(f"{role.name} is filled by a {role.interface.__name__}, not by a {type(part).__name__}")
         return self._derive(
             {
                 key: Node(

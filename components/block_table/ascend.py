@@ -103,22 +103,17 @@ class AscendBlockTables(SlotBlockTables):
         # A dummy batch reads no slot's table and writes no slots.
         num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)
         if not batch.is_dummy:
-            check_covered(batch.plan, list(self._applied[:, batch.plan.slots]), self._kernel_block_size)
-        block_tables = []
-        for table, rows, slot_mapping in zip(self._tables, self._input_tables, self._slot_mappings, strict=True):
-            rows[:num_rows] = table[batch.idx_mapping[:num_rows]]
-            rows[num_rows : batch.num_reqs_padded] = NULL_BLOCK_ID
-            block_tables.append(rows[: batch.num_reqs_padded])
-            compute_slot_mapping(
-                rows,
-                batch.token_rows[:num_tokens],
-                batch.positions[:num_tokens],
-                self._kernel_block_size,
-                self._shape.max_model_len,
-                slot_mapping,
-            )
+            check_covered(batch.plan, self._applied[:, batch.plan.slots], self._kernel_block_size)
+        token_rows, positions = batch.token_rows[:num_tokens], batch.positions[:num_tokens]
+        block_tables = tuple(rows[: batch.num_reqs_padded] for rows in self._input_tables)
         slot_mappings = tuple(mapping[: batch.num_tokens_padded] for mapping in self._slot_mappings)
-        return BatchTables(block_tables=tuple(block_tables), slot_mappings=slot_mappings)
+        for table, rows, slots in zip(self._tables, block_tables, slot_mappings, strict=True):
+            if num_rows:
+                torch.index_select(table, 0, batch.idx_mapping, out=rows[:num_rows])
+            if num_rows < len(rows):
+                rows[num_rows:] = NULL_BLOCK_ID
+            compute_slot_mapping(rows, token_rows, positions, self._kernel_block_size, self._shape.max_model_len, slots)
+        return BatchTables(block_tables=block_tables, slot_mappings=slot_mappings)
 
     def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:
         """Reads the device; what `stage` has handed out must have been applied."""

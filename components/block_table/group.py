@@ -73,17 +73,16 @@ def check_blocks(
         group.check(index, have, ids)
 
 
-def check_covered(plan: BatchPlan, counts: Sequence[np.ndarray], kernel_block_size: int) -> None:
-    """`counts`: kernel blocks of each row, for each group. Raises CacheError when a token has no block."""
+def check_covered(plan: BatchPlan, counts: np.ndarray, kernel_block_size: int) -> None:
+    """`counts` [groups, rows]: kernel blocks. Raises CacheError when a token has no block."""
     ends = plan.num_computed_tokens + plan.num_scheduled_tokens
-    for group, held in enumerate(counts):
-        short = held * kernel_block_size < ends
-        if short.any():
-            row = int(short.argmax())
-            raise CacheError(
-                f"request {plan.req_ids[row]!r} is scheduled up to token {ends[row]}, "
-                f"but its blocks of group {group} hold {held[row] * kernel_block_size}"
-            )
+    short = counts * kernel_block_size < ends
+    if short.any():
+        group, row = np.argwhere(short)[0]
+        raise CacheError(
+            f"request {plan.req_ids[row]!r} is scheduled up to token {ends[row]}, "
+            f"but its blocks of group {group} hold {counts[group, row] * kernel_block_size}"
+        )
 
 
 def compute_slot_mapping(
@@ -99,9 +98,10 @@ def compute_slot_mapping(
     table [rows, W] int32; token_rows, positions [N] int64; out [T >= N] int32. A position beyond max_model_len or
     beyond the row's blocks (where the table reads as the null block) gets -1: it must never be written anywhere else.
     """
-    columns = (positions // kernel_block_size).clamp(max=table.shape[1] - 1)
+    num_tokens = len(positions)
+    columns = (positions // kernel_block_size).clamp_(max=table.shape[1] - 1)
     blocks = table[token_rows, columns]
-    slots = blocks * kernel_block_size + positions % kernel_block_size
-    missing = (blocks == 0) | (positions >= max_model_len)
-    out[: len(positions)] = slots.masked_fill(missing, PAD_SLOT_ID)
-    out[len(positions) :] = PAD_SLOT_ID
+    slots = torch.add(positions % kernel_block_size, blocks, alpha=kernel_block_size, out=out[:num_tokens])
+    slots.masked_fill_((blocks == 0).logical_or_(positions >= max_model_len), PAD_SLOT_ID)
+    if num_tokens < len(out):
+        out[num_tokens:] = PAD_SLOT_ID

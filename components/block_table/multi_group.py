@@ -24,10 +24,10 @@ from workerkit.framework.interfaces.runner import WorkerShape
 class BlockTable:
     """The table of one group."""
 
-    def __init__(self, rows: GroupRows, shape: WorkerShape, device: torch.device) -> None:
+    def __init__(self, rows: GroupRows, counts: np.ndarray, shape: WorkerShape, device: torch.device) -> None:
         self.rows = rows
         self.np = np.full((shape.max_num_reqs, rows.width), NULL_BLOCK_ID, np.int32)
-        self.num_blocks_per_row = np.zeros(shape.max_num_reqs, np.int32)  # kernel blocks
+        self.num_blocks_per_row = counts  # kernel blocks
         self._host = torch.from_numpy(self.np)
         self.gpu = torch.zeros_like(self._host, device=device)
         self.slot_mapping = torch.empty(shape.max_num_batched_tokens, dtype=torch.int32, device=device)
@@ -57,7 +57,8 @@ class BlockTable:
     def commit(self, num_rows: int, num_rows_padded: int) -> torch.Tensor:
         """The device's copy of the first rows, with null rows up to the padded number."""
         self.gpu[:num_rows].copy_(self._host[:num_rows])
-        self.gpu[num_rows:num_rows_padded] = NULL_BLOCK_ID
+        if num_rows < num_rows_padded:
+            self.gpu[num_rows:num_rows_padded] = NULL_BLOCK_ID
         return self.gpu[:num_rows_padded]
 
 
@@ -68,7 +69,11 @@ class MultiGroupBlockTable(RowBlockTables):
         self._shape = shape
         self._kernel_block_size = layout.kernel_block_size
         self._groups = groups_of(shape, layout)
-        self.tables = tuple(BlockTable(rows, shape, context.device) for rows in self._groups)
+        self._counts = np.zeros((len(self._groups), shape.max_num_reqs), np.int32)
+        self.tables = tuple(
+            BlockTable(rows, counts, shape, context.device)
+            for rows, counts in zip(self._groups, self._counts, strict=True)
+        )
 
     def add(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
         check_blocks(self._groups, index, [0] * len(self._groups), block_ids)
@@ -103,19 +108,12 @@ class MultiGroupBlockTable(RowBlockTables):
         # A dummy batch owns no rows and writes no slots; the rows of live requests stay on the host.
         num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)
         if not batch.is_dummy:
-            counts = [table.num_blocks_per_row[:num_rows] for table in self.tables]
-            check_covered(batch.plan, counts, self._kernel_block_size)
+            check_covered(batch.plan, self._counts[:, :num_rows], self._kernel_block_size)
         block_tables = tuple(table.commit(num_rows, batch.num_reqs_padded) for table in self.tables)
-        for table, rows in zip(self.tables, block_tables, strict=True):
-            compute_slot_mapping(
-                rows,
-                batch.token_rows[:num_tokens],
-                batch.positions[:num_tokens],
-                self._kernel_block_size,
-                self._shape.max_model_len,
-                table.slot_mapping,
-            )
         slot_mappings = tuple(table.slot_mapping[: batch.num_tokens_padded] for table in self.tables)
+        token_rows, positions = batch.token_rows[:num_tokens], batch.positions[:num_tokens]
+        for rows, slots in zip(block_tables, slot_mappings, strict=True):
+            compute_slot_mapping(rows, token_rows, positions, self._kernel_block_size, self._shape.max_model_len, slots)
         return BatchTables(block_tables=block_tables, slot_mappings=slot_mappings)
 
     def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:

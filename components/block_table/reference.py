@@ -75,7 +75,7 @@ class ReferenceBlockTables(SlotBlockTables):
 
     def gather(self, batch: InputBatch) -> BatchTables:
         if not batch.is_dummy:
-            counts = [np.array([len(applied[slot]) for slot in batch.plan.slots]) for applied in self._applied]
+            counts = np.array([[len(applied[slot]) for slot in batch.plan.slots] for applied in self._applied])
             check_covered(batch.plan, counts, self._kernel_block_size)
         block_tables, slot_mappings = [], []
         for group, applied in zip(self._groups, self._applied, strict=True):

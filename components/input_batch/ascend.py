@@ -25,43 +25,51 @@ class AscendInputBatcher(SlotInputBatch):
         self._buffers = AscendInputBuffers(shape, context.device)
 
     def build(self, plan: BatchPlan, desc: BatchDescriptor) -> InputBatch:
-        layout = lay_out(plan)
-        drafts = layout.logits_offsets > 0
-        slots, token_rows, offsets, logits_indices, logits_rows, scheduled, draft_at, draft_rows, draft_columns = (
+        layout, buffers, state = lay_out(plan), self._buffers, self._states.device
+        starts = buffers.starts(plan, desc, layout)
+        num_reqs, num_tokens = plan.num_reqs, len(layout.token_rows)
+        slots, logits_indices, logits_rows, token_slots, token_rows, offsets, prompt_lens, scheduled, starts_sent = (
             upload(
                 self._device,
                 plan.slots,
-                layout.token_rows,
-                layout.offsets,
                 layout.logits_indices,
                 layout.logits_rows,
+                plan.slots[layout.token_rows],
+                layout.token_rows,
+                layout.offsets,
+                plan.prompt_lens[layout.token_rows],
                 plan.num_scheduled_tokens,
-                layout.logits_indices[drafts],
-                layout.logits_rows[drafts],
-                layout.logits_offsets[drafts] - 1,
+                starts,
             )
         )
-        state = self._states.device
-        computed = state.num_computed_tokens[slots].long()
-        token_slots = slots[token_rows]
-        positions = computed[token_rows] + offsets
+        buffers.pad(num_reqs, num_tokens, desc)
+        computed, positions = state.num_computed_tokens, buffers.positions[:num_tokens]
+        torch.add(computed[token_slots], offsets, out=positions)
+        torch.maximum(positions + 1, prompt_lens, out=buffers.rope_lens[:num_tokens])
+        torch.add(computed[slots], scheduled, out=buffers.seq_lens[:num_reqs])
+        buffers.token_rows[:num_tokens].copy_(token_rows)
+        buffers.query_start_loc[: len(starts)].copy_(starts_sent)
         # Known tokens end with the last sampled one: commit has put it there. Behind it come the drafts.
-        input_ids = state.all_token_ids[token_slots, positions]
-        if drafts.any():
-            ids = state.draft_tokens[slots[draft_rows], draft_columns]
+        input_ids = buffers.input_ids[:num_tokens]
+        input_ids.copy_(state.all_token_ids[token_slots, positions])
+        if len(layout.logits_rows) > num_reqs:
+            drafts = layout.logits_offsets > 0
+            draft_at, draft_slots, draft_columns = upload(
+                self._device,
+                layout.logits_indices[drafts],
+                plan.slots[layout.logits_rows[drafts]],
+                layout.logits_offsets[drafts] - 1,
+            )
+            ids = state.draft_tokens[draft_slots, draft_columns]
             input_ids[draft_at] = ids.clamp(min=0).int()  # -1, no draft, has to be some token
-        return self._buffers.fill(
+        return buffers.batch(
             plan,
             desc,
             layout,
+            starts,
             idx_mapping=slots,
-            token_rows=token_rows,
             logits_indices=logits_indices,
             logits_rows=logits_rows,
-            input_ids=input_ids,
-            positions=positions,
-            rope_lens=torch.maximum(state.prompt_len[token_slots], positions + 1),
-            seq_lens=computed + scheduled,
         )
 
     def dummy(self, num_tokens: int, num_reqs: int, desc: BatchDescriptor) -> InputBatch:

@@ -46,8 +46,11 @@ def lay_out(plan: BatchPlan) -> TokenLayout:
 
 def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts [n] -> cumulative [n + 1], row of each element, place of each element within its row."""
+    rows = np.arange(len(counts) + 1)
+    if (counts == 1).all():
+        return rows, rows[:-1], np.zeros(len(counts), np.int64)
     cumulative = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    rows = np.repeat(np.arange(len(counts)), counts)
+    rows = np.repeat(rows[:-1], counts)
     return cumulative, rows, np.arange(cumulative[-1]) - cumulative[rows]
 
 
@@ -76,65 +79,70 @@ class AscendInputBuffers:
 
     def __init__(self, shape: WorkerShape, device: torch.device) -> None:
         tokens, rows = shape.max_num_batched_tokens, shape.max_num_reqs
+        self._device = device
         self.input_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.rope_lens = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.token_rows = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.by_token = torch.zeros(3, tokens, dtype=torch.int64, device=device)
+        self.positions, self.rope_lens, self.token_rows = self.by_token
+        self.by_row = torch.zeros(2, rows + 1, dtype=torch.int32, device=device)
+        self.query_start_loc, self.seq_lens = self.by_row  # a row has one length less than starts
 
-    def fill(
+    def starts(self, plan: BatchPlan, desc: BatchDescriptor, layout: TokenLayout) -> np.ndarray:
+        """The padded query_start_loc on the host. Raises IntegrityError when the buffers are too small for `desc`."""
+        num_reqs, num_tokens = plan.num_reqs, len(layout.token_rows)
+        rows, tokens = len(self.seq_lens) - 1, len(self.input_ids)
+        if not (num_reqs <= desc.num_reqs <= rows and num_tokens <= desc.num_tokens <= tokens):
+            raise IntegrityError(
+                f"{num_reqs} rows and {num_tokens} tokens, padded to {desc.num_reqs} and {desc.num_tokens}; "
+                f"the buffers hold {rows} and {tokens}"
+            )
+        result = np.full(desc.num_reqs + 1, num_tokens, np.int32)
+        result[: num_reqs + 1] = layout.query_start_loc
+        return result
+
+    def pad(self, num_reqs: int, num_tokens: int, desc: BatchDescriptor) -> None:
+        """Zero what lies between the used and the padded size; query_start_loc has no padding of its own."""
+        if num_tokens < desc.num_tokens:
+            self.input_ids[num_tokens : desc.num_tokens] = 0
+            self.by_token[:, num_tokens : desc.num_tokens] = 0
+        if num_reqs < desc.num_reqs:
+            self.seq_lens[num_reqs : desc.num_reqs] = 0
+
+    def batch(
         self,
         plan: BatchPlan,
         desc: BatchDescriptor,
         layout: TokenLayout,
+        starts: np.ndarray,
         *,
         idx_mapping: torch.Tensor,
-        token_rows: torch.Tensor,
         logits_indices: torch.Tensor,
         logits_rows: torch.Tensor,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rope_lens: torch.Tensor,
-        seq_lens: torch.Tensor,
         exact: Callable[[], np.ndarray] | None = None,
         is_dummy: bool = False,
     ) -> InputBatch:
-        """Copy the unpadded tensors in, pad as `desc` says, and make the batch of views.
-
-        `exact` gives the sequence lengths on the host; None copies them from the device when asked.
-        """
-        num_reqs, num_tokens = plan.num_reqs, plan.num_tokens
-        if not (
-            num_reqs <= desc.num_reqs <= len(self.seq_lens) and num_tokens <= desc.num_tokens <= len(self.input_ids)
-        ):
-            raise IntegrityError(
-                f"{num_reqs} rows and {num_tokens} tokens, padded to {desc.num_reqs} and {desc.num_tokens}; "
-                f"the buffers hold {len(self.seq_lens)} and {len(self.input_ids)}"
-            )
-        tail = np.full(desc.num_reqs - num_reqs, num_tokens)
-        query_start_loc = np.concatenate([layout.query_start_loc, tail], dtype=np.int32, casting="same_kind")
-        (starts,) = upload(self.query_start_loc.device, query_start_loc)
-        lengths = _put(self.seq_lens, seq_lens, desc.num_reqs)
+        """The views of what was written. `exact` None: exact lengths are copied from the device when asked for."""
+        num_reqs, num_tokens = plan.num_reqs, len(layout.token_rows)
+        seq_lens = self.seq_lens[: desc.num_reqs]
+        positions, rope_lens, token_rows = self.by_token[:, : desc.num_tokens]
         return InputBatch(
             plan=plan,
             num_reqs=num_reqs,
             num_reqs_padded=desc.num_reqs,
             num_tokens=num_tokens,
             num_tokens_padded=desc.num_tokens,
-            max_query_len=int(plan.num_scheduled_tokens.max()),
+            max_query_len=max(plan.num_scheduled_tokens.tolist()),
             idx_mapping=idx_mapping,
-            query_start_loc=_put(self.query_start_loc, starts, desc.num_reqs + 1),
-            query_start_loc_np=query_start_loc,
-            seq_lens=lengths,
+            query_start_loc=self.query_start_loc[: desc.num_reqs + 1],
+            query_start_loc_np=starts,
+            seq_lens=seq_lens,
             host_seq_lens=HostLengths(
                 upper_bound=plan.num_computed_tokens + plan.num_scheduled_tokens,
-                exact=exact or (lambda: lengths[:num_reqs].to("cpu", copy=True).numpy()),
+                exact=exact or (lambda: seq_lens[:num_reqs].to("cpu", copy=True).numpy()),
             ),
-            input_ids=_put(self.input_ids, input_ids, desc.num_tokens),
-            positions=_put(self.positions, positions, desc.num_tokens),
-            rope_lens=_put(self.rope_lens, rope_lens, desc.num_tokens),
-            token_rows=_put(self.token_rows, token_rows, desc.num_tokens),
+            input_ids=self.input_ids[: desc.num_tokens],
+            positions=positions,
+            rope_lens=rope_lens,
+            token_rows=token_rows,
             logits_indices=logits_indices,
             logits_rows=logits_rows,
             cu_num_logits_np=layout.cu_num_logits.astype(np.int32),
@@ -144,42 +152,34 @@ class AscendInputBuffers:
     def fill_from_host(
         self, plan: BatchPlan, desc: BatchDescriptor, layout: TokenLayout, input_ids: np.ndarray, is_dummy: bool = False
     ) -> InputBatch:
-        """The same when the plan's counts are exact: everything is worked out in numpy and sent in one copy."""
-        positions = plan.num_computed_tokens[layout.token_rows] + layout.offsets
+        """A batch whose plan's counts are exact: everything is worked out and padded in numpy and sent in one copy."""
+        starts = self.starts(plan, desc, layout)
+        num_reqs, num_tokens = plan.num_reqs, len(layout.token_rows)
         seq_lens = plan.num_computed_tokens + plan.num_scheduled_tokens
-        sent = upload(
-            self.input_ids.device,
-            plan.slots,
-            layout.token_rows,
-            layout.logits_indices,
-            layout.logits_rows,
-            input_ids,
-            positions,
-            np.maximum(plan.prompt_lens[layout.token_rows], positions + 1),
-            seq_lens,
+        tokens = np.zeros((4, desc.num_tokens), np.int64)
+        ids, positions, rope_lens, token_rows = tokens[:, :num_tokens]
+        ids[:] = input_ids
+        np.add(plan.num_computed_tokens[layout.token_rows], layout.offsets, out=positions)
+        np.maximum(plan.prompt_lens[layout.token_rows], positions + 1, out=rope_lens)
+        token_rows[:] = layout.token_rows
+        rows = np.zeros((2, desc.num_reqs + 1), np.int64)
+        rows[0] = starts
+        rows[1, :num_reqs] = seq_lens
+        by_token, by_row, idx_mapping, logits_indices, logits_rows = upload(
+            self._device, tokens.ravel(), rows.ravel(), plan.slots, layout.logits_indices, layout.logits_rows
         )
-        idx_mapping, token_rows, logits_indices, logits_rows, ids, sent_positions, rope_lens, lengths = sent
-        return self.fill(
+        by_token = by_token.view(4, -1)
+        self.input_ids[: desc.num_tokens].copy_(by_token[0])
+        self.by_token[:, : desc.num_tokens].copy_(by_token[1:])
+        self.by_row[:, : desc.num_reqs + 1].copy_(by_row.view(2, -1))
+        return self.batch(
             plan,
             desc,
             layout,
+            starts,
             idx_mapping=idx_mapping,
-            token_rows=token_rows,
             logits_indices=logits_indices,
             logits_rows=logits_rows,
-            input_ids=ids,
-            positions=sent_positions,
-            rope_lens=rope_lens,
-            seq_lens=lengths,
             exact=seq_lens.copy,
             is_dummy=is_dummy,
         )
-
-
-def _put(buffer: torch.Tensor, source: torch.Tensor, size: int) -> torch.Tensor:
-    """Copy into the buffer's head, zero up to `size`, return that much of it."""
-    used = source.shape[0]
-    buffer[:used].copy_(source)
-    if used < size:
-        buffer[used:size].zero_()
-    return buffer[:size]

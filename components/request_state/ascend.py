@@ -104,15 +104,13 @@ class AscendRequestState(SlotRequestStates):
         self._refuse_dummy(batch)
         state, slots = self._device, batch.idx_mapping
         columns = self._columns[: output.token_ids.shape[1]]
-        drawn = columns < output.num_sampled[:, None]
-        targets = state.total_len[slots][:, None] + columns
-        tokens = torch.where(drawn, output.token_ids, 0)
-        self._tokens[slots[:, None], targets] = tokens.int()
-        newest = tokens.gather(1, (output.num_sampled[:, None].long() - 1).clamp(min=0))[:, 0]
-        state.last_sampled[slots] = torch.where(output.num_sampled > 0, newest, state.last_sampled[slots])
-        state.total_len.index_add_(0, slots, output.num_sampled.int())
-        scheduled = batch.query_start_loc[: batch.num_reqs + 1].diff()
-        state.num_computed_tokens.index_add_(0, slots, (scheduled - output.num_rejected).int())
+        ends = state.total_len[slots]
+        tokens = output.token_ids * (columns < output.num_sampled[:, None])  # 0 where nothing was sampled
+        self._tokens[slots[:, None], ends[:, None] + columns] = tokens.int()
+        ends += output.num_sampled
+        state.total_len[slots] = ends
+        state.last_sampled[slots] = self._tokens[slots, ends - 1].long()
+        state.num_computed_tokens[slots] = batch.seq_lens[: batch.num_reqs] - output.num_rejected
 
     def store_drafts(self, batch: InputBatch, drafts: torch.Tensor) -> None:
         self._refuse_dummy(batch)

@@ -67,17 +67,14 @@ class HostStates(HostRequestStates):
 
     def plan(self, output: SchedulerOutput) -> BatchPlan:
         records = [self.get(req_id) for req_id in output.num_scheduled_tokens]
-        plan = plan_rows(
-            output,
-            self._shape,
-            np.array([record.slot for record in records], np.int64),
-            np.array([record.num_computed_tokens for record in records], np.int32),
-            np.array([record.request.prefill_len for record in records], np.int32),
-            np.array([record.request.prompt_len for record in records], np.int32),
+        facts = np.array(
+            [(r.slot, r.num_computed_tokens, r.request.prefill_len, r.request.prompt_len) for r in records], np.int32
         )
-        ends = plan.num_computed_tokens + plan.num_scheduled_tokens - plan.num_draft_tokens
-        for req_id, end in zip(plan.req_ids, ends.tolist(), strict=True):
-            known = len(self._records[req_id].token_ids)
+        plan = plan_rows(output, self._shape, facts[:, 0].astype(np.int64), *facts.T[1:])
+        for record in records:
+            req_id, known = record.request.req_id, len(record.token_ids)
+            end = record.num_computed_tokens + output.num_scheduled_tokens[req_id]
+            end -= output.scheduled_drafts.get(req_id, 0)
             if end > known:
                 raise RequestError(f"request {req_id!r} is scheduled up to token {end}, but {known} tokens are known")
         return plan

@@ -88,35 +88,49 @@ def plan_rows(
 
     Raises RequestError for a step that contradicts what is known of its requests.
     """
-    req_ids = tuple(output.num_scheduled_tokens)
-    if unknown := output.scheduled_drafts.keys() - output.num_scheduled_tokens.keys():
-        raise RequestError(f"drafts are scheduled for requests that are not: {sorted(unknown)}")
-    scheduled = np.fromiter(output.num_scheduled_tokens.values(), np.int32, len(req_ids))
-    drafts = np.fromiter((output.scheduled_drafts.get(req_id, 0) for req_id in req_ids), np.int32, len(req_ids))
-    if scheduled.sum() > shape.max_num_batched_tokens:
-        raise RequestError(
-            f"the step has {scheduled.sum()} tokens, max_num_batched_tokens is {shape.max_num_batched_tokens}"
-        )
+    req_ids, num_reqs = tuple(output.num_scheduled_tokens), len(output.num_scheduled_tokens)
+    scheduled = np.fromiter(output.num_scheduled_tokens.values(), np.int32, num_reqs)
+    drafts = np.zeros(num_reqs, np.int32)
+    if output.scheduled_drafts:
+        if unknown := output.scheduled_drafts.keys() - output.num_scheduled_tokens.keys():
+            raise RequestError(f"drafts are scheduled for requests that are not: {sorted(unknown)}")
+        drafts[:] = [output.scheduled_drafts.get(req_id, 0) for req_id in req_ids]
+    if (total := output.total_num_scheduled_tokens) > shape.max_num_batched_tokens:
+        raise RequestError(f"the step has {total} tokens, max_num_batched_tokens is {shape.max_num_batched_tokens}")
     prefilling = num_computed_tokens < prefill_lens
     ends = num_computed_tokens + scheduled
-    _refuse(req_ids, scheduled < 1, "no token is scheduled for it")
-    _refuse(req_ids, (drafts < 0) | (drafts > shape.num_speculative_tokens), "the worker keeps fewer drafts")
-    _refuse(req_ids, ends > shape.max_model_len, f"it would pass max_model_len = {shape.max_model_len}")
-    _refuse(req_ids, prefilling & (drafts > 0), "its prefill is not done, yet drafts are scheduled")
-    _refuse(req_ids, prefilling & (ends > prefill_lens), "more tokens are scheduled than are known")
-    _refuse(req_ids, ~prefilling & (scheduled != drafts + 1), "its prefill is done: right is 1 token and its drafts")
-    order = np.argsort(prefilling, kind="stable")
-    return BatchPlan(
-        req_ids=tuple(req_ids[row] for row in order),
-        slots=slots[order],
-        num_scheduled_tokens=scheduled[order],
-        num_computed_tokens=num_computed_tokens[order],
-        num_draft_tokens=drafts[order],
-        prefill_lens=prefill_lens[order],
-        prompt_lens=prompt_lens[order],
+    wrong = np.array(
+        [
+            scheduled < 1,
+            (drafts < 0) | (drafts > shape.num_speculative_tokens),
+            ends > shape.max_model_len,
+            prefilling & (drafts > 0),
+            prefilling & (ends > prefill_lens),
+            ~prefilling & (scheduled != drafts + 1),
+        ]
     )
-
-
-def _refuse(req_ids: tuple[str, ...], wrong: np.ndarray, why: str) -> None:
     if wrong.any():
-        raise RequestError(f"request {req_ids[int(wrong.argmax())]!r}: {why}")
+        reasons = (
+            "no token is scheduled for it",
+            "the worker keeps fewer drafts",
+            f"it would pass max_model_len = {shape.max_model_len}",
+            "its prefill is not done, yet drafts are scheduled",
+            "more tokens are scheduled than are known",
+            "its prefill is done: right is 1 token and its drafts",
+        )
+        reason, row = np.argwhere(wrong)[0]
+        raise RequestError(f"request {req_ids[row]!r}: {reasons[reason]}")
+    if True in prefilling.tolist():  # decode and verify rows alone are in order
+        order = np.argsort(prefilling, kind="stable")
+        req_ids = tuple(req_ids[row] for row in order)
+        columns = (slots, scheduled, num_computed_tokens, drafts, prefill_lens, prompt_lens)
+        slots, scheduled, num_computed_tokens, drafts, prefill_lens, prompt_lens = (c[order] for c in columns)
+    return BatchPlan(
+        req_ids=req_ids,
+        slots=slots,
+        num_scheduled_tokens=scheduled,
+        num_computed_tokens=num_computed_tokens,
+        num_draft_tokens=drafts,
+        prefill_lens=prefill_lens,
+        prompt_lens=prompt_lens,
+    )

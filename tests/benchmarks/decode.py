@@ -3,9 +3,9 @@
     python tests/benchmarks/decode.py [--runs 5] [--batch 1 8 32] [--no-hf]
 
 SmolLM2-135M in bfloat16, prompts of 32 random tokens, 128 new tokens, greedy, no end token. Each contestant has a
-process of its own (threads of one would slow the others down) and waits while another runs; they take turns within
-each run, so that a slow minute hits all of them. The table shows medians over the runs, the spread (max - min) / median,
-and the median of the ratios within a run. Throughput is new tokens per second of the whole call, prompt included.
+process of its own (threads of one would slow the others down) and waits while another runs; they take turns within each
+run, so that a slow minute hits all of them. The table shows medians, the spread (max - min) / median, and the median of
+the ratios within a run. Throughput is new tokens per second of the whole call, prompt included.
 """
 
 import argparse

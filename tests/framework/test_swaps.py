@@ -97,3 +97,20 @@ def test_a_plugin_replaces_one_kernel_by_name():
 def test_a_combination_that_cannot_work_is_refused_at_assembly_by_name():
     with pytest.raises(ConfigError, match=r"runner 'v1' needs a RowBlockTables.*'ascend' is none.*multi_group"):
         assemble(CONFIG, {"components.runner": "v1", "components.block_table": "ascend"})
+
+
+def test_b175_a_part_of_the_wrong_kind_cannot_be_put_in_its_place():
+    with (
+        assemble(CONFIG) as assembly,
+        pytest.raises(TypeError, match="sampler is filled by a Sampler, not by a object"),
+    ):
+        assembly.with_override(roles.SAMPLER, object())
+
+
+def test_b77_of_two_parts_that_suit_the_one_of_higher_priority_is_taken_and_the_reason_is_kept():
+    registry = load_plugins().registry
+    attention = registry.entry("attention", "reference").factory
+    registry.add(roles.ATTENTION, "mine", attention, suits=lambda chosen: "it is mine", priority=20)
+    registry.add(roles.ATTENTION, "yours", attention, suits=lambda chosen: "it is yours", priority=20)
+    node = assemble(CONFIG, {"components.attention": "auto"}, registry).plan.nodes["attention"]
+    assert (node.name, node.why) == ("mine", "auto: it is mine")  # equal priorities: who registered first

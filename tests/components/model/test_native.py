@@ -68,7 +68,12 @@ class RecordedAttention(AttentionBackend):
 def model(calls, refuse=False):
     kernels = RecordedKernels(calls)
     return NativeModel(
-        CONTEXT, RecordedLoader(calls), RecordedLibrary(kernels, calls), RecordedAttention(calls, refuse), kernels
+        NativeModelConfig(),
+        CONTEXT,
+        RecordedLoader(calls),
+        RecordedLibrary(kernels, calls),
+        RecordedAttention(calls, refuse),
+        kernels,
     )
 
 
@@ -80,6 +85,7 @@ def test_network_then_attention_then_kernels_then_weights():
         "library.build",
         "attention.prepare",
         "kernels.prepare",
+        "loader.read_config",  # how many tensors there are, for the progress bar
         "loader.weights",
     ]
     assert loaded.config is loaded.network.config
