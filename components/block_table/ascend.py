@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from workerkit.components.block_table.group import check_blocks, check_covered, compute_slot_mapping, groups_of
-from workerkit.components.buffers.upload import upload
+from workerkit.components.buffers.upload import operand, upload
 from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.device import DeviceContext
@@ -109,7 +109,7 @@ class AscendBlockTables(SlotBlockTables):
         slot_mappings = tuple(mapping[: batch.num_tokens_padded] for mapping in self._slot_mappings)
         for table, rows, slots in zip(self._tables, block_tables, slot_mappings, strict=True):
             if num_rows:
-                torch.index_select(table, 0, batch.idx_mapping, out=rows[:num_rows])
+                operand(rows)[:num_rows] = operand(table)[operand(batch.idx_mapping)]
             if num_rows < len(rows):
                 rows[num_rows:] = NULL_BLOCK_ID
             compute_slot_mapping(rows, token_rows, positions, self._kernel_block_size, self._shape.max_model_len, slots)

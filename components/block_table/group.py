@@ -8,9 +8,10 @@ import attrs
 import numpy as np
 import torch
 
+from workerkit.components.buffers.upload import operand
 from workerkit.framework.errors import CacheError
 from workerkit.framework.interfaces.batch import BatchPlan
-from workerkit.framework.interfaces.kv_cache import PAD_SLOT_ID, KVLayout
+from workerkit.framework.interfaces.kv_cache import NULL_BLOCK_ID, PAD_SLOT_ID, KVLayout
 from workerkit.framework.interfaces.runner import WorkerShape
 
 
@@ -99,9 +100,11 @@ def compute_slot_mapping(
     beyond the row's blocks (where the table reads as the null block) gets -1: it must never be written anywhere else.
     """
     num_tokens = len(positions)
-    columns = (positions // kernel_block_size).clamp_(max=table.shape[1] - 1)
-    blocks = table[token_rows, columns]
-    slots = torch.add(positions % kernel_block_size, blocks, alpha=kernel_block_size, out=out[:num_tokens])
-    slots.masked_fill_((blocks == 0).logical_or_(positions >= max_model_len), PAD_SLOT_ID)
-    if num_tokens < len(out):
-        out[num_tokens:] = PAD_SLOT_ID
+    table, token_rows, positions, mapping = map(operand, (table, token_rows, positions, out))
+    inside = positions < max_model_len
+    blocks = table[token_rows, positions * inside // kernel_block_size] * inside
+    slots = blocks * kernel_block_size + positions % kernel_block_size
+    # The product is 0 for a missing slot, which then gets -1, the padding slot.
+    mapping[:num_tokens] = (slots + 1) * (blocks != NULL_BLOCK_ID) + PAD_SLOT_ID
+    if num_tokens < len(mapping):
+        mapping[num_tokens:] = PAD_SLOT_ID

@@ -1,6 +1,8 @@
-"""Host arrays to the device in one copy, without waiting for it."""
+"""Host arrays to the device in one copy, without waiting for it, and cheap arithmetic where the device is the host."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,7 +10,16 @@ import torch
 
 def upload(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
     """1-D integer arrays -> int64 tensors on the device, which share no memory with the arrays."""
+    if device.type == "cpu":
+        return tuple([torch.from_numpy(array.astype(np.int64)) for array in arrays])
     packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
-    if device.type != "cpu":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return torch.split(packed, [len(array) for array in arrays])
+    return torch.split(packed.pin_memory().to(device, non_blocking=True), [len(array) for array in arrays])
+
+
+def operand(tensor: torch.Tensor) -> Any:
+    """A tensor on a CPU as a numpy view of its memory, any other as it is.
+
+    For arithmetic on a few numbers that is written so that it means the same for both: a call of numpy costs a fifth
+    of torch's, and a step has dozens of them. Kinds must not be mixed in an expression.
+    """
+    return tensor.numpy() if tensor.is_cpu else tensor

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from workerkit.components.buffers.upload import upload
+from workerkit.components.buffers.upload import operand, upload
 from workerkit.components.input_batch.layout import AscendInputBuffers, dummy_plan, lay_out
 from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, SlotInputBatch, SlotRequestStates
 from workerkit.framework.interfaces.device import DeviceContext
@@ -43,15 +42,16 @@ class AscendInputBatcher(SlotInputBatch):
             )
         )
         buffers.pad(num_reqs, num_tokens, desc)
-        computed, positions = state.num_computed_tokens, buffers.positions[:num_tokens]
-        torch.add(computed[token_slots], offsets, out=positions)
-        torch.maximum(positions + 1, prompt_lens, out=buffers.rope_lens[:num_tokens])
-        torch.add(computed[slots], scheduled, out=buffers.seq_lens[:num_reqs])
-        buffers.token_rows[:num_tokens].copy_(token_rows)
-        buffers.query_start_loc[: len(starts)].copy_(starts_sent)
+        by_token, input_ids = operand(buffers.by_token)[:, :num_tokens], operand(buffers.input_ids)[:num_tokens]
+        computed, token_slots = operand(state.num_computed_tokens), operand(token_slots)
+        positions = computed[token_slots] + operand(offsets)
+        by_token[0] = positions
+        by_token[1] = (positions + 1).clip(operand(prompt_lens))
+        by_token[2] = operand(token_rows)
+        operand(buffers.seq_lens)[:num_reqs] = computed[operand(slots)] + operand(scheduled)
+        operand(buffers.query_start_loc)[: len(starts)] = operand(starts_sent)
         # Known tokens end with the last sampled one: commit has put it there. Behind it come the drafts.
-        input_ids = buffers.input_ids[:num_tokens]
-        input_ids.copy_(state.all_token_ids[token_slots, positions])
+        input_ids[:] = operand(state.all_token_ids)[token_slots, positions]
         if len(layout.logits_rows) > num_reqs:
             drafts = layout.logits_offsets > 0
             draft_at, draft_slots, draft_columns = upload(
@@ -61,7 +61,7 @@ class AscendInputBatcher(SlotInputBatch):
                 layout.logits_offsets[drafts] - 1,
             )
             ids = state.draft_tokens[draft_slots, draft_columns]
-            input_ids[draft_at] = ids.clamp(min=0).int()  # -1, no draft, has to be some token
+            buffers.input_ids[draft_at] = ids.clamp(min=0).int()  # -1, no draft, has to be some token
         return buffers.batch(
             plan,
             desc,

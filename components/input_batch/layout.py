@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-import attrs
 import numpy as np
 import torch
 
-from workerkit.components.buffers.upload import upload
+from workerkit.components.buffers.upload import operand, upload
 from workerkit.framework.errors import IntegrityError, UnsupportedError
 from workerkit.framework.interfaces.batch import BatchPlan, HostLengths, InputBatch
 from workerkit.framework.interfaces.graph import BatchDescriptor
 from workerkit.framework.interfaces.runner import WorkerShape
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class TokenLayout:
+class TokenLayout(NamedTuple):
     """The part of a batch that follows from token counts alone; N = num_tokens, M = num_logits."""
 
     query_start_loc: np.ndarray  # [num_reqs + 1] int64
@@ -95,8 +94,9 @@ class AscendInputBuffers:
                 f"{num_reqs} rows and {num_tokens} tokens, padded to {desc.num_reqs} and {desc.num_tokens}; "
                 f"the buffers hold {rows} and {tokens}"
             )
-        result = np.full(desc.num_reqs + 1, num_tokens, np.int32)
+        result = np.empty(desc.num_reqs + 1, np.int32)
         result[: num_reqs + 1] = layout.query_start_loc
+        result[num_reqs + 1 :] = num_tokens
         return result
 
     def pad(self, num_reqs: int, num_tokens: int, desc: BatchDescriptor) -> None:
@@ -123,7 +123,6 @@ class AscendInputBuffers:
         """The views of what was written. `exact` None: exact lengths are copied from the device when asked for."""
         num_reqs, num_tokens = plan.num_reqs, len(layout.token_rows)
         seq_lens = self.seq_lens[: desc.num_reqs]
-        positions, rope_lens, token_rows = self.by_token[:, : desc.num_tokens]
         return InputBatch(
             plan=plan,
             num_reqs=num_reqs,
@@ -140,9 +139,9 @@ class AscendInputBuffers:
                 exact=exact or (lambda: seq_lens[:num_reqs].to("cpu", copy=True).numpy()),
             ),
             input_ids=self.input_ids[: desc.num_tokens],
-            positions=positions,
-            rope_lens=rope_lens,
-            token_rows=token_rows,
+            positions=self.positions[: desc.num_tokens],
+            rope_lens=self.rope_lens[: desc.num_tokens],
+            token_rows=self.token_rows[: desc.num_tokens],
             logits_indices=logits_indices,
             logits_rows=logits_rows,
             cu_num_logits_np=layout.cu_num_logits.astype(np.int32),
@@ -168,10 +167,10 @@ class AscendInputBuffers:
         by_token, by_row, idx_mapping, logits_indices, logits_rows = upload(
             self._device, tokens.ravel(), rows.ravel(), plan.slots, layout.logits_indices, layout.logits_rows
         )
-        by_token = by_token.view(4, -1)
-        self.input_ids[: desc.num_tokens].copy_(by_token[0])
-        self.by_token[:, : desc.num_tokens].copy_(by_token[1:])
-        self.by_row[:, : desc.num_reqs + 1].copy_(by_row.view(2, -1))
+        by_token, by_row = operand(by_token).reshape(4, -1), operand(by_row).reshape(2, -1)
+        operand(self.input_ids)[: desc.num_tokens] = by_token[0]
+        operand(self.by_token)[:, : desc.num_tokens] = by_token[1:]
+        operand(self.by_row)[:, : desc.num_reqs + 1] = by_row
         return self.batch(
             plan,
             desc,

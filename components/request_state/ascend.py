@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from workerkit.components.buffers.upload import upload
+from workerkit.components.buffers.upload import operand, upload
 from workerkit.components.request_state.slots import SlotMap, check_request, plan_rows
 from workerkit.framework.errors import IntegrityError, RequestError
 from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, SlotRequestStates, SlotTensors
@@ -102,15 +102,19 @@ class AscendRequestState(SlotRequestStates):
 
     def commit(self, batch: InputBatch, output: SamplerOutput) -> None:
         self._refuse_dummy(batch)
-        state, slots = self._device, batch.idx_mapping
-        columns = self._columns[: output.token_ids.shape[1]]
-        ends = state.total_len[slots]
-        tokens = output.token_ids * (columns < output.num_sampled[:, None])  # 0 where nothing was sampled
-        self._tokens[slots[:, None], ends[:, None] + columns] = tokens.int()
-        ends += output.num_sampled
-        state.total_len[slots] = ends
-        state.last_sampled[slots] = self._tokens[slots, ends - 1].long()
-        state.num_computed_tokens[slots] = batch.seq_lens[: batch.num_reqs] - output.num_rejected
+        state, slots = self._device, operand(batch.idx_mapping)
+        token_ids, num_sampled = operand(output.token_ids.int()), operand(output.num_sampled)
+        all_tokens, total_len = operand(self._tokens), operand(state.total_len)
+        columns = operand(self._columns)[: token_ids.shape[1]]
+        ends = total_len[slots]
+        drawn = columns < num_sampled[:, None]
+        all_tokens[slots[:, None], ends[:, None] + columns] = token_ids * drawn  # 0 where nothing was sampled
+        ends += num_sampled
+        total_len[slots] = ends
+        newest = all_tokens[slots, ends - 1] + columns[:1]  # an int64 zero, which widens
+        operand(state.last_sampled)[slots] = newest
+        computed = operand(batch.seq_lens)[: batch.num_reqs] - operand(output.num_rejected)
+        operand(state.num_computed_tokens)[slots] = computed
 
     def store_drafts(self, batch: InputBatch, drafts: torch.Tensor) -> None:
         self._refuse_dummy(batch)

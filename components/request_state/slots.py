@@ -91,35 +91,25 @@ def plan_rows(
     req_ids, num_reqs = tuple(output.num_scheduled_tokens), len(output.num_scheduled_tokens)
     scheduled = np.fromiter(output.num_scheduled_tokens.values(), np.int32, num_reqs)
     drafts = np.zeros(num_reqs, np.int32)
+    prefilling = num_computed_tokens < prefill_lens
+    ends = num_computed_tokens + scheduled
+    wrong = {
+        "no token is scheduled for it": scheduled < 1,
+        f"it would pass max_model_len = {shape.max_model_len}": ends > shape.max_model_len,
+        "more tokens are scheduled than are known": prefilling & (ends > prefill_lens),
+    }
     if output.scheduled_drafts:
         if unknown := output.scheduled_drafts.keys() - output.num_scheduled_tokens.keys():
             raise RequestError(f"drafts are scheduled for requests that are not: {sorted(unknown)}")
         drafts[:] = [output.scheduled_drafts.get(req_id, 0) for req_id in req_ids]
+        wrong["the worker keeps fewer drafts"] = (drafts < 0) | (drafts > shape.num_speculative_tokens)
+        wrong["its prefill is not done, yet drafts are scheduled"] = prefilling & (drafts > 0)
+    wrong["its prefill is done: right is 1 token and its drafts"] = ~prefilling & (scheduled != drafts + 1)
     if (total := output.total_num_scheduled_tokens) > shape.max_num_batched_tokens:
         raise RequestError(f"the step has {total} tokens, max_num_batched_tokens is {shape.max_num_batched_tokens}")
-    prefilling = num_computed_tokens < prefill_lens
-    ends = num_computed_tokens + scheduled
-    wrong = np.array(
-        [
-            scheduled < 1,
-            (drafts < 0) | (drafts > shape.num_speculative_tokens),
-            ends > shape.max_model_len,
-            prefilling & (drafts > 0),
-            prefilling & (ends > prefill_lens),
-            ~prefilling & (scheduled != drafts + 1),
-        ]
-    )
-    if wrong.any():
-        reasons = (
-            "no token is scheduled for it",
-            "the worker keeps fewer drafts",
-            f"it would pass max_model_len = {shape.max_model_len}",
-            "its prefill is not done, yet drafts are scheduled",
-            "more tokens are scheduled than are known",
-            "its prefill is done: right is 1 token and its drafts",
-        )
-        reason, row = np.argwhere(wrong)[0]
-        raise RequestError(f"request {req_ids[row]!r}: {reasons[reason]}")
+    if np.concatenate(list(wrong.values())).any():
+        why, rows = next((why, rows) for why, rows in wrong.items() if rows.any())
+        raise RequestError(f"request {req_ids[int(rows.argmax())]!r}: {why}")
     if True in prefilling.tolist():  # decode and verify rows alone are in order
         order = np.argsort(prefilling, kind="stable")
         req_ids = tuple(req_ids[row] for row in order)

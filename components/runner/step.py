@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 import torch
 
 from workerkit.framework.errors import ModelError, RequestError, UnsupportedError, did_you_mean
@@ -92,9 +93,9 @@ class StepPhases:
 
     def descriptor(self, plan: BatchPlan) -> BatchDescriptor:
         """The shape to build for, the same on all ranks."""
-        lens = plan.num_scheduled_tokens
-        uniform = int(lens[0]) if (lens == lens[0]).all() else None
-        shape = BatchShape(num_tokens=plan.num_tokens, num_reqs=plan.num_reqs, uniform_query_len=uniform)
+        num_tokens, num_reqs, first = plan.num_tokens, plan.num_reqs, int(plan.num_scheduled_tokens[0])
+        is_uniform = num_tokens == first * num_reqs and (first == 1 or (plan.num_scheduled_tokens == first).all())
+        shape = BatchShape(num_tokens=num_tokens, num_reqs=num_reqs, uniform_query_len=first if is_uniform else None)
         return self._parts.parallel.agree(self._parts.graph.dispatch(self._parts.pcp.local_shape(shape)))
 
     def move_blocks(self, output: SchedulerOutput) -> None:
@@ -156,30 +157,36 @@ class StepPhases:
         """Hidden states of the global batch, which sampling and proposing work on."""
         if not self._parts.pipeline.is_last:
             return state
-        return attrs.evolve(state, output=self._parts.pcp.restore(state.output, state.batch))
+        output = self._parts.pcp.restore(state.output, state.batch)
+        return state if output is state.output else attrs.evolve(state, output=output)
 
     def sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> SamplerOutput:
         """Tokens of each row; none for rows whose prefill goes on."""
         parts, batch = self._parts, state.batch
         if not parts.pipeline.is_last:
             return parts.pipeline.receive_sampled(batch)
-        logits = self._network.compute_logits(state.output.hidden[batch.logits_indices])
+        hidden = state.output.hidden
+        if batch.num_logits < len(hidden):  # otherwise every token predicts, in order
+            hidden = hidden[batch.logits_indices]
+        logits = self._network.compute_logits(hidden)
         if grammar is not None:
             logits = parts.grammar.apply(logits, batch, grammar)
         logits = parts.sampler.process(logits, batch)
-        partial = torch.from_numpy(batch.plan.is_partial).to(logits.device, non_blocking=True)
+        partial = batch.plan.is_partial
         if batch.num_logits > batch.num_reqs:
             verified = parts.rejection.verify(logits, batch, parts.sampler)
+            mask = torch.from_numpy(partial).to(logits.device, non_blocking=True)
             sampled = SamplerOutput(
                 token_ids=verified.token_ids,
-                num_sampled=verified.num_sampled.masked_fill(partial, 0),
-                num_rejected=verified.num_rejected.masked_fill(partial, 0),
+                num_sampled=verified.num_sampled.masked_fill(mask, 0),
+                num_rejected=verified.num_rejected.masked_fill(mask, 0),
             )
         else:
+            counts = torch.from_numpy((~partial).astype(np.int32)).to(logits.device, non_blocking=True)
             sampled = SamplerOutput(
                 token_ids=parts.sampler.draw(logits, batch).unsqueeze(1),
-                num_sampled=(~partial).int(),
-                num_rejected=torch.zeros_like(partial, dtype=torch.int32),
+                num_sampled=counts,
+                num_rejected=torch.zeros_like(counts),
             )
         parts.pipeline.broadcast(sampled)
         return sampled

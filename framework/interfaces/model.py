@@ -68,7 +68,7 @@ else:
     Attend = Callable
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, slots=False)
 class ModelInputs:
     """One forward pass. T counts padding rows too."""
 
