@@ -177,7 +177,7 @@ def same(first, second, first_done, second_done):
             assert ours == theirs, req_id
 
 
-def test_the_runners_and_a_forward_alone_write_the_same_tokens(registry):
+def test_the_runners_and_a_forward_alone_write_the_same_tokens(registry, capsys):
     torch.set_num_threads(1)
     counts = Counter()
     distinct = set()
@@ -192,7 +192,8 @@ def test_the_runners_and_a_forward_alone_write_the_same_tokens(registry):
             check_alone(first.value(LoadedModel).network, case, v1, counts)
         seed += 1
     counts["distinct tokens"] = len(distinct)
-    print(f"\n{seed} scenarios: " + ", ".join(f"{value} {name}" for name, value in sorted(counts.items())))
+    with capsys.disabled():
+        print(f"\n{seed} scenarios: " + ", ".join(f"{value} {name}" for name, value in sorted(counts.items())))
     assert counts["preemptions"] >= 100
     assert counts["aborts"] >= 20
     assert counts["row moves"] >= 50

@@ -29,7 +29,7 @@ def hf_logits(smollm2_hf):
     return logits
 
 
-def check_all(completions, hf_logits):
+def check_all(completions, hf_logits, capsys):
     near_ties = []
     for done in completions:
         assert len(done.token_ids) == 128
@@ -40,7 +40,8 @@ def check_all(completions, hf_logits):
             index, gap = found
             assert gap < KERNEL_ERROR, f"{done.prompt_token_ids[:8]}…: token {index} differs, top-2 gap {gap:.5f}"
             near_ties.append((index, gap))
-    print(f"\n{len(completions)} prompts x 128 tokens, near-ties: {near_ties}")
+    with capsys.disabled():
+        print(f"\n{len(completions)} prompts x 128 tokens, near-ties: {near_ties}")
     assert len(near_ties) <= 1
 
 
@@ -53,18 +54,18 @@ def test_the_prompts_are_what_the_test_claims(smollm2_engines):
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_alone(runner, smollm2_engines, hf_logits):
+def test_alone(runner, smollm2_engines, hf_logits, capsys):
     engine = smollm2_engines[runner]
-    check_all([engine.generate([prompt], GREEDY)[0] for prompt in real_prompts()], hf_logits)
+    check_all([engine.generate([prompt], GREEDY)[0] for prompt in real_prompts()], hf_logits, capsys)
     engine.check_integrity()
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_in_a_mixed_batch_of_32(runner, smollm2_engines, hf_logits):
+def test_in_a_mixed_batch_of_32(runner, smollm2_engines, hf_logits, capsys):
     engine = smollm2_engines[runner]
     prompts = real_prompts()
     batch = [*prompts, *prompts[:8]]  # 32 requests of all lengths, chunked by the token budget
-    check_all(engine.generate(batch, GREEDY), hf_logits)
+    check_all(engine.generate(batch, GREEDY), hf_logits, capsys)
     engine.check_integrity()
 
 
