@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -191,11 +191,26 @@ class StepPhases:
         parts.pipeline.broadcast(sampled)
         return sampled
 
-    def propose(self, state: ExecuteModelState, sampled: SamplerOutput) -> torch.Tensor | None:
-        """Drafts [num_reqs, K] for the next step, or None without a speculator."""
+    def finish(
+        self,
+        state: ExecuteModelState,
+        sampled: SamplerOutput,
+        commit: Callable[[], None],
+        store_drafts: Callable[[torch.Tensor], None],
+    ) -> None:
+        """All that follows the tokens; `commit` and `store_drafts` ([num_reqs, K]) are the runner's own state."""
+        parts, batch = self._parts, state.batch
+        parts.hooks.tokens_sampled(batch, sampled)
+        commit()
+        parts.model_state.commit(batch, sampled)
+        if parts.pipeline.is_last and parts.speculator.num_speculative_tokens:
+            store_drafts(self._propose(state, sampled))
+        parts.kv_connector.post_forward()
+        parts.eplb.step(is_dummy=False)
+        parts.hooks.step_finished(batch)
+
+    def _propose(self, state: ExecuteModelState, sampled: SamplerOutput) -> torch.Tensor:
         parts = self._parts
-        if parts.speculator.num_speculative_tokens == 0:
-            return None
         last = (sampled.num_sampled.long() - 1).clamp(min=0).unsqueeze(1)
         inputs = DraftInputs(
             batch=state.batch,

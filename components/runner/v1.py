@@ -105,14 +105,12 @@ class NPUModelRunner(GPUModelRunner):
         tokens = to_lists(
             parts.device.copy_to_host(sampled.token_ids).wait(), parts.device.copy_to_host(sampled.num_sampled).wait()
         )
-        parts.hooks.tokens_sampled(batch, sampled)
-        self._states.commit(batch.plan, tokens)
-        parts.model_state.commit(batch, sampled)
-        if parts.pipeline.is_last and (drafts := self._phases.propose(state, sampled)) is not None:
-            self._states.store_drafts(batch.plan, drafts.tolist())
-        parts.kv_connector.post_forward()
-        parts.eplb.step(is_dummy=False)
-        parts.hooks.step_finished(batch)
+        self._phases.finish(
+            state,
+            sampled,
+            commit=lambda: self._states.commit(batch.plan, tokens),
+            store_drafts=lambda drafts: self._states.store_drafts(batch.plan, drafts.tolist()),
+        )
         return ModelRunnerOutput(req_ids=batch.req_ids, sampled_token_ids=tuple(map(tuple, tokens)))
 
     def execute_dummy_batch(self, num_tokens: int, num_reqs: int) -> None:

@@ -155,14 +155,12 @@ class NPUModelRunner(ModelRunner):
             token_ids=parts.device.copy_to_host(sampled.token_ids),
             num_sampled=parts.device.copy_to_host(sampled.num_sampled),
         )
-        parts.hooks.tokens_sampled(batch, sampled)
-        self._states.commit(batch, sampled)
-        parts.model_state.commit(batch, sampled)
-        if parts.pipeline.is_last and (drafts := self._phases.propose(state, sampled)) is not None:
-            self._states.store_drafts(batch, drafts)
-        parts.kv_connector.post_forward()
-        parts.eplb.step(is_dummy=False)
-        parts.hooks.step_finished(batch)
+        self._phases.finish(
+            state,
+            sampled,
+            commit=lambda: self._states.commit(batch, sampled),
+            store_drafts=lambda drafts: self._states.store_drafts(batch, drafts),
+        )
         return copies
 
     def execute_dummy_batch(self, num_tokens: int, num_reqs: int) -> None:
