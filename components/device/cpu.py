@@ -45,20 +45,17 @@ class _Queued(Pending[T]):
 
 
 class _Stream:
-    """A thread that does what is queued, in order."""
+    """A thread that does what is queued, in order. Its owner sees to it that nothing is submitted after `close`."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Queued[Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="workerkit-cpu-stream", daemon=True)
         self._started = False
-        self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T]) -> _Queued[T]:
         if not self._started:
-            with self._lock:
-                if not self._started:
-                    self._thread.start()
-                    self._started = True
+            self._thread.start()
+            self._started = True
         queued = _Queued(work)
         self._queue.put(queued)
         return queued
@@ -88,6 +85,7 @@ class CpuDevice(DeviceRuntime):
     def __init__(self, section: ModelSection) -> None:
         self._dtype = torch.float32 if section.dtype == "auto" else getattr(torch, section.dtype)
         self._stream = _Stream()
+        self._lock = threading.Lock()
         self._process = psutil.Process()
         self._base_memory = 0
 
@@ -99,10 +97,11 @@ class CpuDevice(DeviceRuntime):
         return DeviceContext(device=torch.device("cpu"), dtype=self._dtype, local_rank=local_rank)
 
     def submit(self, work: Callable[[], T]) -> Pending[T]:
-        return self._stream.submit(work)
+        with self._lock:
+            return self._stream.submit(work)
 
     def synchronize(self) -> None:
-        self._stream.submit(lambda: None).wait()
+        self.submit(lambda: None).wait()
 
     def copy_to_host(self, tensor: torch.Tensor) -> Pending[torch.Tensor]:
         return _Ready(tensor.clone())  # the next step may overwrite it
@@ -143,7 +142,8 @@ class CpuDevice(DeviceRuntime):
 
     def shutdown(self) -> None:
         # Another worker may share the device: its next submit finds a fresh thread.
-        stream, self._stream = self._stream, _Stream()
+        with self._lock:
+            stream, self._stream = self._stream, _Stream()
         stream.close()
 
 
