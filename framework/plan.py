@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from workerkit.framework.choices import Choice, Chooser
 from workerkit.framework.config import expand, structure
 from workerkit.framework.errors import ConfigError, RegistrationError, did_you_mean
 from workerkit.framework.interfaces.stages import KVStage
@@ -74,20 +75,6 @@ class Plan:
         return result
 
 
-def _use(value: Any) -> Any:
-    """The implementation that a role's entry names, if it names one."""
-    return value.get("use") if isinstance(value, Mapping) else value
-
-
-@attrs.define
-class _Choice:
-    role: Role[Any]
-    key: str
-    name: str
-    options: dict[str, Any]
-    why: str
-
-
 class Planner:
     """Makes one plan, collecting problems as it goes."""
 
@@ -96,16 +83,17 @@ class Planner:
         self._document = document
         self._problems: list[str] = []
         self._nodes: dict[str, Node] = {}
-        self._chosen: dict[str, str] = {}  # role -> implementation, top level
         self._members: dict[str, tuple[str, ...]] = {}  # role of many -> node keys
         self._entries: dict[str, Entry] = {}
-        self._resolved: dict[str, Any] = {}
+        self._resolved: dict[str, Any] = {"components": {}}
+        self._chooser = Chooser(registry, self._mapping("components"), self._problems)
 
     def plan(self) -> Plan:
         """Raises ConfigError with every problem."""
         sections = self._sections()
-        choices = self._choices()
-        for order, choice in enumerate(choices):
+        single, many = self._chooser.choose()
+        self._members.update({name: tuple(choice.key for choice in choices) for name, choices in many.items()})
+        for order, choice in enumerate((*single, *(choice for choices in many.values() for choice in choices))):
             self._open(choice, order)
         for key, entry in list(self._entries.items()):
             wires = {p: self._wire(key, p, need, sections) for p, need in entry.needs.items()}
@@ -137,7 +125,9 @@ class Planner:
         for name in plugins:
             if name not in self._registry.plugin_sections:
                 hint = did_you_mean(name, self._registry.plugin_sections)
-                self._problems.append(f"plugins.{name}: no installed plugin owns this section; {hint}{self._broken()}")
+                self._problems.append(
+                    f"plugins.{name}: no installed plugin owns this section; {hint}{self._chooser.broken()}"
+                )
         for name, schema in self._registry.plugin_sections.items():
             given = plugins.get(name)
             result[schema] = structure({} if given is None else given, schema, f"plugins.{name}", self._problems)
@@ -159,107 +149,7 @@ class Planner:
             return {}
         return value
 
-    def _choices(self) -> list[_Choice]:
-        """The implementation of every role: the config's, or the default of a part chosen before, or the role's own."""
-        given = self._mapping("components")
-        top = {name: role for name, role in self._registry.roles.items() if not role.nested}
-        for name in given:
-            if name not in top:
-                nested = name in self._registry.roles
-                where = " (it belongs into the section of the part that uses it)" if nested else ""
-                self._problems.append(f"components.{name}: no such role{where}; {did_you_mean(name, top)}")
-        # First what the config names: it decides the defaults of the rest, and what `auto` finds.
-        named = [name for name, value in given.items() if name in top and _use(value) not in (None, "auto")]
-        single: dict[str, _Choice] = {}
-        many: dict[str, list[_Choice]] = {}
-        implied: dict[str, tuple[str | None, str]] = {}
-        for name in (*named, *(name for name in top if name not in named)):
-            role, path = top[name], f"components.{name}"
-            if role.many:
-                many[name] = self._many(role, given.get(name, []), path, name)
-                continue
-            default, why = implied.get(name, (role.default, "default"))
-            value = given.get(name, default)
-            if isinstance(value, Mapping) and "use" not in value:
-                value = {"use": default, **value}
-            if (name in given or default is not None) and (choice := self._one(role, value, path, name)):
-                if name not in named:
-                    choice.why = choice.why or why
-                single[name] = choice
-                implied = {**self._implied(choice), **implied}
-        for name, choices in many.items():
-            self._members[name] = tuple(choice.key for choice in choices)
-        self._resolved["components"] = {}
-        return [*single.values(), *(choice for choices in many.values() for choice in choices)]
-
-    def _implied(self, choice: _Choice) -> dict[str, tuple[str | None, str]]:
-        offer = self._registry.offers[choice.role.name][choice.name]
-        return {role: (name, f"goes with {choice.role.name}: {choice.name}") for role, name in offer.defaults.items()}
-
-    def _many(self, role: Role[Any], value: Any, path: str, key: str) -> list[_Choice]:
-        if value == "auto":
-            suited = self._suited(role)
-            return [_Choice(role, f"{key}[{i}]", name, {}, why) for i, (name, why) in enumerate(suited)]
-        if not isinstance(value, list | tuple):
-            self._problems.append(f"{path}: expected a list of {role.name} parts, got {value!r}")
-            return []
-        found = (self._one(role, v, f"{path}[{i}]", f"{key}[{i}]") for i, v in enumerate(value))
-        return [choice for choice in found if choice]
-
-    def _one(self, role: Role[Any], value: Any, path: str, key: str) -> _Choice | None:
-        options: dict[str, Any] = {}
-        name: Any = value
-        if isinstance(value, Mapping):
-            options = dict(value)
-            name = options.pop("use", role.default)
-        elif isinstance(value, list | tuple) and role.default:
-            name = role.default  # `kernels: [a, b]` is short for its one nested list
-            offer = self._registry.offers[role.name].get(name)
-            if offer and len(offer.parts) == 1:
-                options = {next(iter(offer.parts)): value}
-        known = self._registry.offers[role.name]
-        if not isinstance(name, str):
-            self._problems.append(
-                f"{path}: expected the name of a part or a mapping with `use`, got {value!r}; known: {', '.join(known)}"
-            )
-            return None
-        why = ""
-        if name == "auto":
-            suited = self._suited(role)
-            if not suited and role.default not in (None, "auto"):
-                suited = [(str(role.default), "default")]  # `kernels: auto`: its nested parts are what is found
-            if not suited:
-                self._problems.append(f"{path}: nothing suits `auto`; known: {', '.join(known)}")
-                return None
-            name, why = suited[0]
-        if name not in known:
-            self._problems.append(f"{path}.use: no {role.name} {name!r}; {did_you_mean(name, known)}{self._broken()}")
-            return None
-        if missing := self._registry.missing_requirement(role.name, name):
-            self._problems.append(f"{path}.use: {missing}")
-            return None
-        if not role.nested and not role.many:
-            self._chosen[role.name] = name
-        return _Choice(role, key, name, options, why)
-
-    def _suited(self, role: Role[Any]) -> list[tuple[str, str]]:
-        offers = sorted(self._registry.offers[role.name].values(), key=lambda offer: -offer.priority)
-        chosen = {**{r.name: r.default for r in self._registry.roles.values() if r.default}, **self._chosen}
-        return [
-            (offer.name, f"auto: {why}")
-            for offer in offers
-            if offer.suits
-            and (why := offer.suits(chosen))
-            and not self._registry.missing_requirement(role.name, offer.name)
-        ]
-
-    def _broken(self) -> str:
-        if not self._registry.broken:
-            return ""
-        names = "; ".join(f"plugin {name!r} could not be loaded: {why}" for name, why in self._registry.broken.items())
-        return f" ({names}; see `workerkit plugins`)"
-
-    def _open(self, choice: _Choice, order: int) -> None:
+    def _open(self, choice: Choice, order: int) -> None:
         """The node of a part and those nested in it; wires follow when all nodes are known."""
         path = f"components.{choice.key}"
         try:
@@ -275,9 +165,9 @@ class Planner:
             value = options.pop(parameter, entry.nested_defaults.get(parameter))
             where, key = f"{path}.{parameter}", f"{choice.key}.{parameter}"
             if need.many:
-                nested = self._many(need.role, [] if value is None else value, where, key)
+                nested = self._chooser.many(need.role, [] if value is None else value, where, key)
             else:
-                one = self._one(need.role, value, where, key)
+                one = self._chooser.one(need.role, value, where, key)
                 nested = [one] if one else []
             self._members[key] = tuple(c.key for c in nested)
             for inner in nested:
@@ -327,7 +217,7 @@ class Planner:
                 self._problems.append(f"components.{key}.{parameter}: expected one {role.name}, got {len(keys)}")
             return Wire(keys=keys, many=need.many, later=need.later)
         if role.name not in self._nodes:
-            if role.name not in self._chosen and role.name not in self._mapping("components"):
+            if not self._chooser.is_settled(role):
                 self._problems.append(f"components.{key} needs components.{role.name} (parameter {parameter!r})")
             return Wire()
         self._check_exact(key, parameter, need, role)
@@ -337,17 +227,18 @@ class Planner:
         node = self._nodes[role.name]
         if isinstance(node.factory, type) and need.exact and not issubclass(node.factory, need.exact):
             asker = self._nodes[key]
-            fitting = [
-                name
-                for name in self._registry.offers[role.name]
-                if not self._registry.missing_requirement(role.name, name)
-                and isinstance(factory := self._registry.entry(role.name, name).factory, type)
-                and issubclass(factory, need.exact)
-            ]
+            fitting = [name for name in self._registry.offers[role.name] if self._fits(role, name, need.exact)]
             self._problems.append(
                 f"components.{key} {asker.name!r} needs a {need.exact.__name__} (parameter {parameter!r}), and "
                 f"components.{role.name} {node.name!r} is none; right would be: {', '.join(fitting) or 'nothing known'}"
             )
+
+    def _fits(self, role: Role[Any], name: str, exact: type) -> bool:
+        try:
+            factory = self._registry.entry(role.name, name).factory
+        except (RegistrationError, ImportError):  # its packages are not here
+            return False
+        return isinstance(factory, type) and issubclass(factory, exact)
 
     def _stages(self, sections: Mapping[type, Any]) -> None:
         for value, producer in self._registry.producers.items():
