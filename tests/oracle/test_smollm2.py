@@ -71,18 +71,20 @@ def test_in_a_mixed_batch_of_32(runner, smollm2_engines, hf_logits, capsys):
 
 def test_hugging_face_generate_itself(smollm2_engines, smollm2_hf):
     engine = smollm2_engines["v2"]
-    for prompt in real_prompts()[:4]:
+    compared = 0
+    for prompt in real_prompts()[:5]:
         ids = engine.tokenizer.encode(prompt)
         out = smollm2_hf.generate(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             max_new_tokens=48,
-            min_new_tokens=48,
             do_sample=False,
             pad_token_id=0,
         )[0, len(ids) :].tolist()
         ours = engine.generate([ids], SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True))[0]
-        assert list(ours.token_ids) == out
+        compared += len(out)  # it may end of itself; ours goes on
+        assert list(ours.token_ids)[: len(out)] == out
+    assert compared >= 100
 
 
 def test_the_answer_is_sensible(smollm2_engines):
