@@ -183,7 +183,7 @@ class Engine(abc.ABC):
     ) -> list[Completion]:
         """Complete all prompts, in their order. A prompt that is refused yields finish_reason "error" in its place.
 
-        On KeyboardInterrupt every unfinished request is aborted before it is raised again.
+        On KeyboardInterrupt the unfinished ones among them are aborted before it is raised again.
         """
 
     @abc.abstractmethod
