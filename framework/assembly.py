@@ -74,16 +74,14 @@ class Assembly:
         self._cells = {name: _Cell(name) for name in plan.published}
         self._container = containers.DynamicContainer()
         self._sources: dict[str, providers.Provider[Any]] = dict(shared)
-        self._final: dict[str, providers.Provider[Any]] = {}
         for name, cell in self._cells.items():
-            self._final[name] = providers.Callable(cell.get)
+            self._container.set_provider(name, providers.Callable(cell.get))
         # Wires point at providers, so those are made first and filled afterwards: leaves, then what needs them.
         for key in self._order():
             node = plan.nodes[key]
             if key not in self._sources:
                 self._sources[key] = self._source(node)
-            self._final[key] = providers.ThreadSafeSingleton(self._join, node, self._sources[key])
-            self._container.set_provider(key, self._final[key])
+            self._container.set_provider(key, providers.ThreadSafeSingleton(self._join, node, self._sources[key]))
 
     def _order(self) -> list[str]:
         eager = {key: node.edges(lazy=False) - set(self.plan.published) for key, node in self.plan.nodes.items()}
@@ -91,7 +89,7 @@ class Assembly:
 
     def _source(self, node: Node) -> providers.Provider[Any]:
         arguments = {name: self._provider(wire) for name, wire in node.wires.items()}
-        if node.has_config:
+        if node.config is not None:
             arguments["config"] = providers.Object(node.config)
         return providers.ThreadSafeSingleton(_build, node, **arguments)
 
@@ -103,12 +101,12 @@ class Assembly:
         if wire.bundle is not None:
             return providers.Factory(wire.bundle_class, **{n: self._provider(w) for n, w in wire.bundle.items()})
         if wire.many:
-            return providers.Callable(_tuple, *[self._final[key] for key in wire.keys])
+            return providers.Callable(_tuple, *[self._container.providers[key] for key in wire.keys])
         if wire.keys and wire.later:
             key = wire.keys[0]
-            return providers.Object(Later(lambda: self._final[key]()))
+            return providers.Object(Later(lambda: self._container.providers[key]()))
         if wire.keys:
-            return self._final[wire.keys[0]]
+            return self._container.providers[wire.keys[0]]
         return providers.Object(wire.value)
 
     def _join(self, node: Node, part: Any) -> Any:
@@ -119,20 +117,23 @@ class Assembly:
 
     def get(self, role: Role[T]) -> T:
         """The part that fills a role, built now if it was not. Raises StageError when its stage has not come."""
-        return self._final[role.name]()  # type: ignore[no-any-return]  # the container is untyped
+        return self._built_as(role.interface, role.name)
 
     def get_all(self, role: Role[T]) -> tuple[T, ...]:
         """The parts of a role that takes many."""
         keys = [key for key, node in self.plan.nodes.items() if node.role is role]
-        return tuple(self._final[key]() for key in keys)
+        return tuple(self._container.providers[key]() for key in keys)
 
     def value(self, kind: type[T]) -> T:
         """A stage value, like LoadedModel. Raises StageError when its stage has not come."""
-        return self._final[kind.__name__]()  # type: ignore[no-any-return]  # the container is untyped
+        return self._built_as(kind, kind.__name__)
 
     def _of(self, interface: type[T]) -> T:
         key = next(k for k, n in self.plan.nodes.items() if n.role and n.role.interface is interface)
-        return self._final[key]()  # type: ignore[no-any-return]
+        return self._built_as(interface, key)
+
+    def _built_as(self, kind: type[T], key: str) -> T:
+        return self._container.providers[key]()  # type: ignore[no-any-return]  # the container is untyped
 
     @property
     def worker(self) -> Worker:
@@ -185,7 +186,7 @@ class Assembly:
         for interface in (Engine, Worker):
             for key in self._built:
                 if (role := self.plan.nodes[key].role) and role.interface is interface:
-                    self._final[key]().shutdown()
+                    self._container.providers[key]().shutdown()
 
     @property
     def hooks(self) -> WorkerHooks:

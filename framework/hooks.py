@@ -1,7 +1,7 @@
 """Hook specifications, and how a worker calls them.
 
-Two kinds. `worker_components` and `worker_commands` are called once for each plugin, when it is loaded. The step hooks
-are for observers: assembly registers each part that has `@hookimpl` methods with the worker's own plugin manager.
+Two kinds. `worker_components` is called once for each plugin, when it is loaded. The step hooks are for observers:
+assembly registers each part that has `@hookimpl` methods with the worker's own plugin manager.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ class Node:
     factory: Callable[..., Any]
     wires: Mapping[str, Wire] = attrs.field(factory=dict)
     config: Any = None
-    has_config: bool = False
     role: Role[Any] | None = None
     name: str = ""  # implementation
     why: str = ""  # how it was chosen, when the config did not say
@@ -121,6 +120,7 @@ class Planner:
         for name, schema in self._registry.sections.items():
             given = self._document.get(name)
             result[schema] = structure({} if given is None else given, schema, name, self._problems)
+            self._resolved[name] = None if result[schema] is None else attrs.asdict(result[schema])
         plugins = self._mapping("plugins")
         for name in plugins:
             if name not in self._registry.plugin_sections:
@@ -131,8 +131,6 @@ class Planner:
         for name, schema in self._registry.plugin_sections.items():
             given = plugins.get(name)
             result[schema] = structure({} if given is None else given, schema, f"plugins.{name}", self._problems)
-        for name, schema in (*self._registry.sections.items(),):
-            self._resolved[name] = attrs.asdict(result[schema]) if result[schema] is not None else None
         self._resolved["plugins"] = {
             name: attrs.asdict(result[schema])
             for name, schema in self._registry.plugin_sections.items()
@@ -189,7 +187,6 @@ class Planner:
             key=choice.key,
             factory=entry.factory,
             config=config,
-            has_config=entry.config is not None,
             role=choice.role,
             name=choice.name,
             why=choice.why,

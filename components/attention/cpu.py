@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from workerkit.framework.errors import UnsupportedError
+from workerkit.components.attention.heads import check_heads
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.kernels import Kernels
@@ -52,11 +52,7 @@ class CpuAttention(AttentionBackend):
         self._kernels = kernels
 
     def prepare(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
-        for layer in layers:
-            if layer.num_heads % layer.num_kv_heads:
-                raise UnsupportedError(
-                    f"{layer.name}: {layer.num_heads} heads are no multiple of {layer.num_kv_heads} key heads"
-                )
+        check_heads(layers)
 
     def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
         kernels = self._kernels

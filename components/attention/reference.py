@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from workerkit.framework.errors import UnsupportedError
+from workerkit.components.attention.heads import check_heads
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.kernels import Kernels
@@ -22,11 +22,7 @@ class ReferenceAttention(AttentionBackend):
         self._kernels = kernels
 
     def prepare(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
-        for layer in layers:
-            if layer.num_heads % layer.num_kv_heads:
-                raise UnsupportedError(
-                    f"{layer.name}: {layer.num_heads} heads are no multiple of {layer.num_kv_heads} key heads"
-                )
+        check_heads(layers)
 
     def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
         def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

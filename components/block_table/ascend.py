@@ -96,9 +96,6 @@ class AscendBlockTables(SlotBlockTables):
         index, contents_on_device = upload(self._device, targets, np.concatenate(values)[::-1][latest])
         table.view(-1)[index] = contents_on_device.int()
 
-    def apply_staged_writes(self) -> None:
-        self.apply(self.stage())
-
     def gather(self, batch: InputBatch) -> BatchTables:
         # A dummy batch reads no slot's table and writes no slots.
         num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)

@@ -101,10 +101,8 @@ class MultiGroupBlockTable(RowBlockTables):
         for table in self.tables:
             table.swap_row(first, second)
 
-    def apply_staged_writes(self) -> None:
-        """Nothing is staged: `gather` copies the rows whole, because the order of rows may change in any step."""
-
     def gather(self, batch: InputBatch) -> BatchTables:
+        # The rows are copied whole, because their order may change in any step.
         # A dummy batch owns no rows and writes no slots; the rows of live requests stay on the host.
         num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)
         if not batch.is_dummy:

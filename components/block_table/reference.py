@@ -70,9 +70,6 @@ class ReferenceBlockTables(SlotBlockTables):
             for slot, _, contents in group_writes:
                 applied[slot] = contents.tolist()
 
-    def apply_staged_writes(self) -> None:
-        self.apply(self.stage())
-
     def gather(self, batch: InputBatch) -> BatchTables:
         if not batch.is_dummy:
             counts = np.array([[len(applied[slot]) for slot in batch.plan.slots] for applied in self._applied])

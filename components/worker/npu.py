@@ -139,7 +139,6 @@ class NPUWorker(Worker):
             return self._cache.memory_bytes or 0
         shape = self.shape
         memory = self._device.memory()
-        before = memory.free_bytes
         wanted = int(memory.total_bytes * self._cache.memory_fraction)
         in_use = memory.total_bytes - memory.free_bytes
         layout = self._kv_cache().plan(self._layers(), self._attention().kernel_block_sizes, wanted)
@@ -149,7 +148,7 @@ class NPUWorker(Worker):
         trial = self._device.submit(lambda: self._kv_stage.trial(two_blocks, ModelRunner)).wait()
         trial.execute_dummy_batch(shape.max_num_batched_tokens, num_reqs)
         peak = self._device.peak_memory_increase()
-        available = min(wanted - in_use, before) - peak - self._config.reserve_bytes
+        available = wanted - in_use - peak - self._config.reserve_bytes
         _log.info(
             "memory: %d of %d MiB allowed, %d in use, a step peaks at %d: %d MiB for the KV cache",
             *(value >> 20 for value in (wanted, memory.total_bytes, in_use, peak, available)),

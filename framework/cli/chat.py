@@ -38,7 +38,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _loop(talk: Conversation) -> None:
     with contextlib.suppress(ImportError):  # line editing, where the platform has it
-        import readline  # noqa: F401
+        import readline  # noqa: F401  importing it is what changes input()
     common.warn(HELP)
     while True:
         try:
@@ -88,7 +88,7 @@ class Conversation:
         messages = [*first, *self._messages, {"role": "user", "content": question}]
         start, count, answer = time.perf_counter(), 0, ""
         try:
-            with contextlib.closing(self._engine.chat(messages, self._params)) as deltas:  # type: ignore[type-var]
+            with contextlib.closing(self._engine.chat(messages, self._params)) as deltas:  # type: ignore[type-var]  # a generator
                 for delta in deltas:
                     if delta.finish_reason == "error":
                         raise RequestError(delta.error or "the request failed")

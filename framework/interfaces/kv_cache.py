@@ -130,10 +130,6 @@ class BlockTables(abc.ABC):
         """Forget one entry; its tail reads as the null block afterwards."""
 
     @abc.abstractmethod
-    def apply_staged_writes(self) -> None:
-        """Bring the device's tables up to date. Called on the device's stream, once a step, before `gather`."""
-
-    @abc.abstractmethod
     def gather(self, batch: InputBatch) -> BatchTables:
         """Tables of the batch's rows, and every token's slot: table[row, pos // b] * b + pos % b; padding is -1."""
 

@@ -22,6 +22,7 @@ from workerkit.framework.interfaces.kv_cache import (
     KVCacheSpec,
     KVLayout,
     RowBlockTables,
+    SlotBlockTables,
 )
 from workerkit.framework.interfaces.request import SamplingParams
 from workerkit.framework.registry import Registry
@@ -84,7 +85,8 @@ class BlockTablesConformance(Conformance):
         plan = decode_batch(slots, lens).plan
         desc = BatchDescriptor(num_tokens=len(slots) + 2, num_reqs=len(slots) + 1)
         batch = make_batch(plan, lens, [[7]] * len(slots), desc, torch.device("cpu"))
-        part.apply_staged_writes()
+        if isinstance(part, SlotBlockTables):
+            part.apply(part.stage())
         tables: BatchTables = part.gather(batch)
         return tables
 

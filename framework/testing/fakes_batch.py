@@ -206,9 +206,6 @@ class _Tables(BlockTables, abc.ABC):
     def clear(self, index: int) -> None:
         self._held.pop(index, None)
 
-    def apply_staged_writes(self) -> None:
-        """Nothing is staged: the tables are read when a batch is gathered."""
-
     def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:
         held = self._held.get(index, [[] for _ in self._widths])
         b = self._layout.kernel_block_size

@@ -15,7 +15,7 @@ from workerkit.framework.errors import CacheError, IntegrityError
 from workerkit.framework.interfaces.batch import BatchPlan
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.graph import BatchDescriptor
-from workerkit.framework.interfaces.kv_cache import KVCacheGroup, KVCacheSpec, KVLayout
+from workerkit.framework.interfaces.kv_cache import KVCacheGroup, KVCacheSpec, KVLayout, SlotBlockTables
 from workerkit.framework.interfaces.runner import WorkerShape
 
 CONTEXT = DeviceContext(device=torch.device("cpu"), dtype=torch.float32)
@@ -57,8 +57,13 @@ def dummy_batch(num_tokens, num_reqs):
     return buffers.fill_from_host(plan, desc, lay_out(plan), np.zeros(num_tokens, np.int64), is_dummy=True)
 
 
+def sync(tables):
+    if isinstance(tables, SlotBlockTables):
+        tables.apply(tables.stage())
+
+
 def gather(tables, batch):
-    tables.apply_staged_writes()
+    sync(tables)
     return tables.gather(batch)
 
 
@@ -179,7 +184,7 @@ def test_integrity_names_entries_of_no_request(make):
     tables = make()
     tables.add(0, [[3]])
     tables.add(2, [[4]])
-    tables.apply_staged_writes()
+    sync(tables)
     tables.check_integrity([0, 2])
     with pytest.raises(IntegrityError, match=r"\[2\] hold blocks of no request"):
         tables.check_integrity([0])

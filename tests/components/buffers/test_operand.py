@@ -50,7 +50,7 @@ def two_steps():
         slot = states.add(request)
         states.write(slot, request)
         tables.add(slot, request.block_ids)
-    tables.apply_staged_writes()
+    tables.apply(tables.stage())
     result = []
     for scheduled, drafts, num_sampled in (({"b": 3, "a": 4}, {}, [1, 0]), ({"b": 3, "a": 1}, {"b": 2}, [2, 1])):
         if drafts:

@@ -216,7 +216,7 @@ class World:
         rows, slots = batches
         results = [self.row_tables.gather(rows)]
         for tables in self.slot_tables:
-            tables.apply_staged_writes()
+            tables.apply(tables.stage())
             results.append(tables.gather(slots))
         for group, size in enumerate(self.block_sizes):
             right = [
@@ -266,7 +266,7 @@ class World:
         self.device.check_integrity()
         self.rows.check_integrity(self.host)
         for tables in self.slot_tables:
-            tables.apply_staged_writes()
+            tables.apply(tables.stage())
             tables.check_integrity([self.device.slot(req_id) for req_id in admitted])
         state = self.device.device
         for req_id in admitted:
