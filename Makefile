@@ -24,6 +24,7 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/benchmarks/decode.py
+	$(BIN)/python tests/benchmarks/sampling.py
 
 # torch is pinned here and not in the package: a range would take a CUDA build of several gigabytes.
 $(VENV)/.runtime: pyproject.toml

@@ -194,7 +194,7 @@ def _attrs(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
             TypeError(f"unknown key {key!r}; {did_you_mean(str(key), fields)}") for key in sorted(extra, key=str)
         )
     for name, attribute in fields.items():
-        kind = hints[attribute.name]
+        kind = _accepted(attribute, hints)
         if name not in value:
             if attribute.default is attrs.NOTHING:
                 errors.append(TypeError(f"required key {name!r} is missing"))
@@ -213,6 +213,13 @@ def _attrs(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
         raise cattrs.ClassValidationError(f"in {cls.__name__}", [error], cls) from error
 
 
+def _accepted(attribute: attrs.Attribute[Any], hints: Mapping[str, Any]) -> Any:
+    """What a field takes: its converter's argument, where it has one."""
+    if attribute.converter is None:
+        return hints[attribute.name]
+    return next(kind for name, kind in get_type_hints(attribute.converter).items() if name != "return")
+
+
 def _origin(kind: Any) -> Any:
     return get_origin(kind)
 
@@ -229,6 +236,9 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_factory(
         lambda t: _origin(t) is tuple,
         lambda t: _tuple_hook(converter, t),
+    )
+    converter.register_structure_hook_func(
+        lambda t: _origin(t) is Mapping, lambda v, t: _mapping(converter, v, *get_args(t))
     )
     return converter
 
@@ -254,6 +264,26 @@ def _tuple_hook(converter: cattrs.Converter, kind: Any) -> Callable[[Any, Any], 
         return tuple(done)
 
     return structure
+
+
+def _mapping(converter: cattrs.Converter, value: Any, key_kind: Any, kind: Any) -> dict[Any, Any]:
+    """Where keys are integers, digits are taken for them: JSON and our YAML know only text as keys."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a mapping, got {_show(value)}")
+    done, errors = {}, []
+    for key, entry in value.items():
+        try:
+            number = key_kind is int and isinstance(key, str) and re.fullmatch("-?[0-9]+", key)
+            done[converter.structure(int(key) if number else key, key_kind)] = converter.structure(entry, kind)
+        except Exception as error:  # collected, and raised together below
+            error.__notes__ = [
+                *getattr(error, "__notes__", []),
+                cattrs.AttributeValidationNote(f"at {key}", str(key), kind),
+            ]
+            errors.append(error)
+    if errors:
+        raise cattrs.ClassValidationError("in a mapping", errors, dict)
+    return done
 
 
 def _explain(error: BaseException, kind: type | None) -> str:

@@ -70,6 +70,10 @@ class StepSpec:
     def output_ready(self, output: ModelRunnerOutput) -> None:
         """The tokens are on the host; with V2 perhaps after the next step has started."""
 
+    @hookspec
+    def host_tokens_read(self, part: str) -> None:
+        """A part waited for tokens on the host, once in this step; on the device's stream."""
+
 
 STEP_HOOKS = tuple(name for name, _ in inspect.getmembers(StepSpec, inspect.isfunction))
 
@@ -143,6 +147,9 @@ class WorkerHooks(StepHooks):
 
     def output_ready(self, output: ModelRunnerOutput) -> None:
         self._fire("output_ready", output=output)
+
+    def host_tokens_read(self, part: str) -> None:
+        self._fire("host_tokens_read", part=part)
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -101,6 +101,7 @@ class Planner:
         published = {t.__name__: t for t in self._registry.published}
         if not self._problems:
             self._check_order(set(published))
+            self._problems.extend(problem for check in self._registry.checks for problem in check(self._nodes))
         if self._problems:
             raise ConfigError(self._problems)
         parts = self._resolved["components"]

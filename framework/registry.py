@@ -93,6 +93,7 @@ class Registry:
         self.sections: dict[str, type] = {}  # top-level sections of a config
         self.plugin_sections: dict[str, type] = {}
         self.bundles: set[type] = set()
+        self.checks: list[Callable[..., list[str]]] = []  # of a whole plan's nodes by key -> problems
         self.commands: dict[str, Callable[..., Any]] = {}
         self.broken: dict[str, str] = {}  # plugin -> why it could not be loaded
         self._plugin = "?"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from workerkit.framework.checks import host_tokens_are_known
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatchBuilder, RequestStates
 from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, MemoryPool, ParallelGroups
-from workerkit.framework.interfaces.engine import ChatTemplate, Engine, Scheduler, Tokenizer
+from workerkit.framework.interfaces.engine import Engine, Scheduler
 from workerkit.framework.interfaces.extensions import (
     DCPManager,
     Encoder,
@@ -37,6 +38,8 @@ from workerkit.framework.interfaces.sampling import (
 )
 from workerkit.framework.interfaces.sections import CacheSection, LimitsSection, ModelSection
 from workerkit.framework.interfaces.store import ModelStore
+from workerkit.framework.interfaces.structured import StructuredOutputs
+from workerkit.framework.interfaces.text import ChatTemplate, Tokenizer
 from workerkit.framework.interfaces.worker import Worker
 from workerkit.framework.registry import Registry, Role
 from workerkit.framework.stages import allocate_caches, load_draft, load_model, open_device, resolve_shape
@@ -70,7 +73,7 @@ SAMPLER_STAGE = Role(
 )
 LORA = Role("lora", LoRA, "adapters", default="none", version=0, per_worker=True)
 ENCODER = Role("encoder", Encoder, "vision or audio inputs", default="none", version=0, per_worker=True)
-GRAMMAR = Role("grammar", Grammar, "structured outputs", default="none", version=0, per_worker=True)
+GRAMMAR = Role("grammar", Grammar, "applies the bitmasks of structured outputs", default="bitmask", per_worker=True)
 VERIFY_BUDGET = Role("verify_budget", VerifyBudget, "how many drafts are verified", default="none", version=0)
 MEMORY_POOL = Role("memory_pool", MemoryPool, "gives memory back during sleep", default="storage", per_worker=True)
 EPLB = Role("eplb", EPLBController, "balances experts", default="none", version=0, per_worker=True)
@@ -89,6 +92,7 @@ OBSERVERS = Role("observers", Observer, "parts that watch steps", many=True, per
 SCHEDULER = Role("scheduler", Scheduler, "decides what each step computes", default="continuous")
 TOKENIZER = Role("tokenizer", Tokenizer, "text to ids and back", default="file")
 CHAT_TEMPLATE = Role("chat_template", ChatTemplate, "messages to prompt text", default="jinja")
+STRUCTURED_OUTPUTS = Role("structured_outputs", StructuredOutputs, "compiles schemas and grammars", default="auto")
 ENGINE = Role("engine", Engine, "one worker with a scheduler in front", default="standalone")
 
 # In the order of a worker's construction, which is also the order of `auto`: device first.
@@ -131,6 +135,7 @@ ROLES: tuple[Role[Any], ...] = (
     SCHEDULER,
     TOKENIZER,
     CHAT_TEMPLATE,
+    STRUCTURED_OUTPUTS,
     ENGINE,
 )
 
@@ -142,6 +147,7 @@ def new_registry() -> Registry:
         registry.add_role(role)
     registry.sections.update(model=ModelSection, limits=LimitsSection, cache=CacheSection)
     registry.bundles.add(RunnerParts)
+    registry.checks.append(host_tokens_are_known)
     registry.published.add(KVLayout)
     registry.producers.update(
         {

@@ -57,14 +57,28 @@ def worker_components(registry: Registry) -> None:
     add(roles.LOADER, "safetensors", f"{_C}.loader.safetensors:SafetensorsLoader")
     add(roles.LOADER, "gguf", f"{_C}.loader.gguf:GGUFLoader")
     add(roles.LOADER, "random", f"{_C}.loader.random:RandomLoader")
+    # In the order in which they run: what is possible, then penalties, then the shape of what is left. The bitmask of a
+    # grammar comes before all of them.
+    stages = {
+        "allowed_token_ids": "bans:AllowedTokenIds",
+        "logit_bias": "bans:LogitBias",
+        "min_tokens": "bans:MinTokens",
+        "penalties": "penalties:Penalties",
+        "bad_words": "bans:BadWords",
+        "temperature": "truncation:Temperature",
+        "top_n_sigma": "truncation:TopNSigma",
+        "min_p": "truncation:MinP",
+        "top_k_top_p": "truncation:TopKTopP",
+        "typical_p": "truncation:TypicalP",
+    }
     add(
         roles.SAMPLER,
         "torch",
         f"{_C}.sampler.torch_sampler:TorchSampler",
-        parts={"stages": ("temperature", "top_k_top_p")},
+        parts={"stages": tuple(stages)},
     )
-    add(roles.SAMPLER_STAGE, "temperature", f"{_C}.sampler.stages:Temperature")
-    add(roles.SAMPLER_STAGE, "top_k_top_p", f"{_C}.sampler.stages:TopKTopP")
+    for name, where in stages.items():
+        add(roles.SAMPLER_STAGE, name, f"{_C}.sampler.{where}")
     add(roles.DEVICE, "cpu", f"{_C}.device.cpu:CpuDevice")
     add(roles.MEMORY_POOL, "storage", f"{_C}.device.memory_pool:StoragePool")
     add(roles.PARALLEL, "single", f"{_C}.parallel.single:SingleProcess")
@@ -73,6 +87,16 @@ def worker_components(registry: Registry) -> None:
     add(roles.SCHEDULER, "continuous", f"{_C}.engine.scheduler:ContinuousScheduler")
     add(roles.TOKENIZER, "file", f"{_C}.engine.tokenizer:FileTokenizer")
     add(roles.CHAT_TEMPLATE, "jinja", f"{_C}.engine.chat_template:JinjaChatTemplate")
+    add(roles.GRAMMAR, "bitmask", f"{_C}.grammar.bitmask:BitmaskGrammar")
+    add(
+        roles.STRUCTURED_OUTPUTS,
+        "llguidance",
+        f"{_C}.structured.llguidance:LLGuidance",
+        requires=("llguidance", "structured"),  # `auto` passes over what is not installed
+        suits=_anywhere,
+        priority=10,
+    )
+    add(roles.STRUCTURED_OUTPUTS, "none", f"{_C}.structured.none:NoStructuredOutputs", suits=_anywhere)
     add(roles.ENGINE, "standalone", f"{_C}.engine.standalone:StandaloneEngine")
     none: tuple[tuple[Role[Any], str], ...] = (
         (roles.GRAPH, "graph.none:NoGraph"),

@@ -39,3 +39,21 @@ def check_lengths(prompt_len: int, max_tokens: int | None, max_model_len: int) -
             f"together more than the context of {max_model_len} (max_model_len)"
         )
     return prompt_len + max_tokens
+
+
+def check_step(prompt_len: int, budget: int) -> None:
+    """Raises RequestError when a prompt does not fit a step, and must not be cut."""
+    if prompt_len > budget:
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens, a step holds {budget} (max_num_batched_tokens) "
+            "and chunked_prefill is off"
+        )
+
+
+def check_cache(prompt_len: int, max_len: int, needed: int, num_blocks: int) -> None:
+    """Raises RequestError when a request, alone, could need more blocks than there are."""
+    if needed > num_blocks:
+        raise RequestError(
+            f"{prompt_len} prompt tokens and up to {max_len - prompt_len} more need {needed} blocks, "
+            f"the whole cache has {num_blocks}"
+        )

@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from workerkit.framework.errors import RequestError, UnsupportedError
-from workerkit.framework.interfaces.engine import ChatTemplate, Tokenizer
+from workerkit.framework.interfaces.text import ChatTemplate, Tokenizer
 
 MAX_LOOP_STEPS = 200_000  # of all loops of one rendering together
 MAX_CHARACTERS = 10_000_000

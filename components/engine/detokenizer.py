@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
-from workerkit.framework.interfaces.engine import Detokenizer
+from workerkit.framework.interfaces.text import Detokenizer
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 

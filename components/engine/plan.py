@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 import attrs
 
-from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SamplingParams
+from workerkit.framework.errors import IntegrityError
+from workerkit.framework.interfaces.engine import CacheIdentity, FinishReason
+from workerkit.framework.interfaces.request import CachedRequest, NewRequest
+from workerkit.framework.interfaces.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from workerkit.components.engine.prefix_cache import BlockDigests
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -12,14 +21,20 @@ class ScheduledRequest:
     """A request from its arrival to its end."""
 
     req_id: str
+    order: tuple[int, int]  # priority, then arrival: who comes first; no two are equal
     token_ids: list[int]  # prompt, then what was generated
     prompt_len: int
     max_len: int  # prompt and output together
     sampling: SamplingParams
     stop_ids: frozenset[int]
+    cache_identity: CacheIdentity
     block_ids: list[list[int]]  # for each group; empty while it waits
+    capacity: int = 0  # tokens that they hold
+    digests: dict[int, BlockDigests] = attrs.field(factory=dict)  # by block size
+    num_cached: int | None = None  # prompt tokens found in the cache when it was admitted for the first time
     prefill_len: int = 0  # tokens that were known when it was admitted
-    num_computed: int = 0  # tokens scheduled so far
+    num_computed: int = 0  # tokens scheduled so far, or found in the cache
+    num_published: int = 0  # tokens whose full blocks were published; max_len when that must not go on
     num_pending: int = 0  # tokens that the steps in flight may add, at most
     num_in_flight: int = 0  # steps in flight that hold it
     finished: bool = False
@@ -28,6 +43,30 @@ class ScheduledRequest:
     def num_tokens(self) -> int:
         """Known tokens and placeholders."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_settled(self) -> int:
+        """No step that is yet to be scheduled writes a position before this one."""
+        return min(self.num_computed, len(self.token_ids))
+
+    def accept(self, tokens: Sequence[int], vocab_size: int) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append tokens up to the one that ends the request. A stop id itself does not count."""
+        for position, token in enumerate(tokens):
+            if not 0 <= token < vocab_size:
+                return tuple(tokens[:position]), "error"
+            if token in self.stop_ids:
+                return tuple(tokens[:position]), "stop"
+            self.token_ids.append(token)
+            if len(self.token_ids) >= self.max_len:
+                return tuple(tokens[: position + 1]), "length"
+        return tuple(tokens), None
+
+    def restart(self) -> None:
+        """After a preemption, everything has to be computed again."""
+        self.num_computed = 0
+        if len(self.token_ids) > self.prompt_len and self.sampling.prompt_logprobs is not None:
+            # they came with the first token, and need not be recomputed: now the cache may be read
+            self.sampling = attrs.evolve(self.sampling, prompt_logprobs=None)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -49,4 +88,19 @@ class Plan:
     new: list[NewRequest] = attrs.field(factory=list)
     cached: list[CachedRequest] = attrs.field(factory=list)
     preempted: set[str] = attrs.field(factory=set)
+    copies: list[tuple[int, int]] = attrs.field(factory=list)
     short_of_blocks: bool = False  # whatever is free is meant for a running request
+
+
+def check_answer(rows: Sequence[Row], sampled: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise IntegrityError unless the worker answered for the requests of the step, with as many tokens as it may."""
+    unknown = sampled.keys() - {row.request.req_id for row in rows}
+    if unknown:
+        raise IntegrityError(f"the worker answered for requests that were not in the step: {sorted(unknown)}")
+    for row in rows:
+        count = len(sampled.get(row.request.req_id, ()))
+        if not row.request.finished and not min(1, row.max_sampled) <= count <= row.max_sampled:
+            raise IntegrityError(
+                f"the worker returned {count} tokens for {row.request.req_id!r}, "
+                f"right would be {min(1, row.max_sampled)} to {row.max_sampled}"
+            )

@@ -1,28 +1,28 @@
-"""The standalone engine's scheduler: continuous batching, chunked prefill, first come first served, and preemption by
-recomputation. It owns the block pool, and with asynchronous scheduling it plans a step before the last one's tokens
-are known: every token that a step in flight may add counts as a placeholder."""
+"""The standalone engine's scheduler: continuous batching, chunked prefill, prefix caching, priorities, and preemption
+by recomputation. It owns the blocks, and with asynchronous scheduling it plans a step before the last one's tokens are
+known: every token that a step in flight may add counts as a placeholder."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, Literal
 
 import attrs
 
-from workerkit.components.engine.admission import check_lengths, check_token_ids
-from workerkit.components.engine.block_pool import BlockPool
-from workerkit.components.engine.plan import Plan, Row, ScheduledRequest
+from workerkit.components.engine.admission import check_cache, check_lengths, check_step, check_token_ids
+from workerkit.components.engine.plan import Plan, Row, ScheduledRequest, check_answer
+from workerkit.components.engine.request_blocks import RequestBlocks
 from workerkit.framework.errors import IntegrityError, RequestError, StageError
-from workerkit.framework.interfaces.engine import FinishReason, Scheduler
+from workerkit.framework.interfaces.engine import EngineRequest, Progress, Scheduler
 from workerkit.framework.interfaces.kv_cache import KVLayout
-from workerkit.framework.interfaces.request import (
-    CachedRequest,
-    ModelRunnerOutput,
-    NewRequest,
-    SamplingParams,
-    SchedulerOutput,
-)
+from workerkit.framework.interfaces.request import CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
+
+_ORDER = attrgetter("order")
 
 
 @attrs.frozen(kw_only=True)
@@ -42,29 +42,49 @@ class SchedulerConfig:
         validator=attrs.validators.instance_of(bool),
         metadata={"doc": "plan the next step while one is running; two steps are then in flight"},
     )
+    prefix_caching: bool = attrs.field(
+        default=True,
+        validator=attrs.validators.instance_of(bool),
+        metadata={"doc": "keep the keys and values of full blocks, for requests that begin with the same tokens"},
+    )
+    policy: Literal["fcfs", "priority"] = attrs.field(
+        default="fcfs",
+        validator=attrs.validators.in_(("fcfs", "priority")),
+        metadata={"doc": "who comes first: the earliest request, or the one with the lowest priority value"},
+    )
 
 
 class ContinuousScheduler(Scheduler):
-    """First come first served.
+    """Requests are served in one order: by arrival, or by (priority, arrival).
 
-    Requests run in the order of their arrival. When a running one needs a block and none is free, the request that
-    arrived last is preempted; the oldest therefore always gets on. A request is admitted when there are blocks for all
-    of its known tokens. With asynchronous scheduling a request is neither preempted nor are its blocks handed on while
-    a step that may write them is in flight; who needs them waits for that step.
+    When a running request needs a block and none is free, the last of the running ones is preempted; the first
+    therefore always gets on. A waiting request preempts nobody, however urgent it is: it is the next to be admitted,
+    when there are blocks for all of its known tokens (less those found in the prefix cache) and a row. With
+    asynchronous scheduling a request is neither preempted nor are its blocks handed on while a step that may write
+    them is in flight; who needs them waits for that step.
+
+    A request that asks for prompt logprobs needs every prompt position computed, so it does not read the prefix cache;
+    others may read what it leaves there.
     """
 
     def __init__(self, config: SchedulerConfig, shape: WorkerShape, layout: KVLayout) -> None:
         self._config = config
         self._shape = shape
-        self._block_sizes = layout.block_sizes
-        self._pool = BlockPool(layout.num_blocks)
+        self._num_groups = len(layout.groups)
+        self._blocks = RequestBlocks(layout, config.prefix_caching)
         self._requests: dict[str, ScheduledRequest] = {}
-        self._waiting: deque[ScheduledRequest] = deque()  # by arrival, all after the running ones
-        self._running: list[ScheduledRequest] = []  # by arrival; the worker knows exactly these and `_finished_ids`
+        self._waiting: list[ScheduledRequest] = []  # in order
+        self._running: list[ScheduledRequest] = []  # in order; the worker knows exactly these and `_finished_ids`
         self._leaving: list[ScheduledRequest] = []  # finished, but a step in flight may still write their blocks
         self._finished_ids: set[str] = set()  # the worker has not heard of it yet
         self._in_flight: deque[tuple[SchedulerOutput, list[Row]]] = deque()
+        self._num_arrived = 0
         self._num_preemptions = 0
+        self._num_cached_tokens = 0
+
+    @classmethod
+    def plans_ahead(cls, config: Any) -> bool:
+        return bool(config.async_scheduling)
 
     @property
     def max_in_flight(self) -> int:
@@ -82,42 +102,37 @@ class ContinuousScheduler(Scheduler):
         return {
             "num_running": len(self._running),
             "num_waiting": len(self._waiting),
-            "num_free_blocks": self._pool.num_free,
+            "num_free_blocks": self._blocks.num_free,
             "num_preemptions": self._num_preemptions,
+            "num_cached_tokens": self._num_cached_tokens,
         }
 
     # Requests come and go
 
-    def add(
-        self, req_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]
-    ) -> None:
+    def add(self, request: EngineRequest) -> None:
+        req_id, params = request.req_id, request.params
         if req_id in self._requests:
             raise RequestError(f"request id {req_id!r} is in use")
-        token_ids = check_token_ids(prompt_token_ids, self._shape.vocab_size)
+        token_ids = check_token_ids(request.prompt_token_ids, self._shape.vocab_size)
         max_len = check_lengths(len(token_ids), params.max_tokens, self._shape.max_model_len)
-        budget = self._shape.max_num_batched_tokens
-        if not self._config.chunked_prefill and len(token_ids) > budget:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, a step holds {budget} (max_num_batched_tokens) "
-                "and chunked_prefill is off"
-            )
-        needed = sum(self._num_blocks(max_len - 1))  # nothing is computed for the last token
-        if needed > self._pool.num_usable:
-            raise RequestError(
-                f"{len(token_ids)} prompt tokens and up to {max_len - len(token_ids)} more need {needed} blocks, "
-                f"the whole cache has {self._pool.num_usable}"
-            )
-        request = ScheduledRequest(
+        if not self._config.chunked_prefill:
+            check_step(len(token_ids), self._shape.max_num_batched_tokens)
+        needed = self._blocks.count(max_len - 1)  # nothing is computed for the last token
+        check_cache(len(token_ids), max_len, needed, self._blocks.num_usable)
+        self._num_arrived += 1
+        scheduled = ScheduledRequest(
             req_id=req_id,
+            order=(request.priority if self._config.policy == "priority" else 0, self._num_arrived),
             token_ids=token_ids,
             prompt_len=len(token_ids),
             max_len=max_len,
             sampling=params,
-            stop_ids=stop_ids,
-            block_ids=[[] for _ in self._block_sizes],
+            stop_ids=request.stop_ids,
+            cache_identity=request.cache_identity,
+            block_ids=[[] for _ in range(self._num_groups)],
         )
-        self._requests[req_id] = request
-        self._waiting.append(request)
+        self._requests[req_id] = scheduled
+        insort(self._waiting, scheduled, key=_ORDER)
 
     def abort(self, req_id: str) -> bool:
         request = self._requests.get(req_id)
@@ -137,7 +152,10 @@ class ContinuousScheduler(Scheduler):
         if request.num_in_flight:
             self._leaving.append(request)
         else:
-            self._free_blocks(request)
+            self._blocks.free(request)
+
+    def reset_prefix_cache(self) -> None:
+        self._blocks.forget_contents(self._running)
 
     # A step is planned
 
@@ -147,6 +165,7 @@ class ContinuousScheduler(Scheduler):
                 f"{len(self._in_flight)} steps are in flight: update the oldest before the next is scheduled"
             )
         plan = Plan(budget=self._shape.max_num_batched_tokens)
+        self._blocks.start_step()
         self._plan_running(plan)
         if not (plan.preempted or plan.short_of_blocks):
             self._plan_waiting(plan)
@@ -157,7 +176,9 @@ class ContinuousScheduler(Scheduler):
             scheduled_drafts={row.request.req_id: row.num_drafts for row in plan.rows if row.num_drafts},
             finished_req_ids=frozenset(self._finished_ids),
             preempted_req_ids=frozenset(plan.preempted),
+            block_copies=tuple(plan.copies),
         )
+        self._blocks.end_step()
         self._finished_ids.clear()
         if plan.rows:
             self._in_flight.append((output, plan.rows))
@@ -171,13 +192,13 @@ class ContinuousScheduler(Scheduler):
             row = self._row(request, plan.budget)
             if row is None:
                 continue
-            needed = self._missing_blocks(request, request.num_computed + row.num_tokens)
+            needed = self._blocks.missing(request, request.num_computed + row.num_tokens)
             if not self._make_room(request, sum(needed), plan):
                 return
             cached = CachedRequest(
                 req_id=request.req_id,
                 num_computed_tokens=request.num_computed,
-                new_block_ids=self._allocate(request, needed) if any(needed) else (),
+                new_block_ids=self._blocks.grow(request, needed) if any(needed) else (),
             )
             plan.cached.append(cached)
             self._commit(row, plan)
@@ -185,20 +206,30 @@ class ContinuousScheduler(Scheduler):
     def _plan_waiting(self, plan: Plan) -> None:
         while self._waiting and plan.budget > 0 and len(self._running) < self._shape.max_num_reqs:
             request = self._waiting[0]
-            request.prefill_len = len(request.token_ids)
-            row = self._row(request, plan.budget)
-            needed = self._num_blocks(request.prefill_len)
-            if row is None or sum(needed) > self._pool.num_free:
+            hit = self._blocks.find(request)
+            if hit is None:
                 return
+            request.prefill_len = len(request.token_ids)
+            request.num_computed = request.num_published = hit.num_tokens
+            row = self._row(request, plan.budget)
+            if row is None:
+                request.num_computed = 0
+                return
+            plan.copies.extend(self._blocks.admit(request, hit))
             new = NewRequest(
                 req_id=request.req_id,
                 token_ids=tuple(request.token_ids),
                 prompt_len=request.prompt_len,
                 sampling=request.sampling,
-                block_ids=self._allocate(request, needed),
+                stop_ids=request.stop_ids,
+                block_ids=tuple(tuple(have) for have in request.block_ids),
+                num_computed_tokens=hit.num_tokens,
             )
             plan.new.append(new)
-            self._running.append(self._waiting.popleft())
+            if request.num_cached is None:
+                request.num_cached = hit.num_tokens
+                self._num_cached_tokens += hit.num_tokens
+            insort(self._running, self._waiting.pop(0), key=_ORDER)
             self._commit(row, plan)
 
     def _row(self, request: ScheduledRequest, budget: int) -> Row | None:
@@ -219,113 +250,74 @@ class ContinuousScheduler(Scheduler):
 
     def _make_room(self, request: ScheduledRequest, needed: int, plan: Plan) -> bool:
         """Preempt from the end until `needed` blocks are free; False when the request cannot run in this step."""
-        while self._pool.num_free < needed:
+        while self._blocks.num_free < needed:
             victim = self._running[-1]
             if self._leaving or victim.num_in_flight:
                 plan.short_of_blocks = True  # blocks come free when the step in flight is collected
                 return False
-            self._running.pop()
-            self._waiting.appendleft(victim)
-            self._free_blocks(victim)
-            victim.num_computed = 0
+            insort(self._waiting, self._running.pop(), key=_ORDER)
+            self._blocks.free(victim)
+            victim.restart()
             self._num_preemptions += 1
             plan.preempted.add(victim.req_id)
             if victim is request:
                 return False
         return True
 
-    @staticmethod
-    def _commit(row: Row, plan: Plan) -> None:
-        row.request.num_computed += row.num_tokens
-        row.request.num_pending += row.max_sampled
-        row.request.num_in_flight += 1
+    def _commit(self, row: Row, plan: Plan) -> None:
+        request = row.request
+        request.num_computed += row.num_tokens
+        request.num_pending += row.max_sampled
+        request.num_in_flight += 1
+        self._blocks.publish(request)
         plan.budget -= row.num_tokens
         plan.rows.append(row)
 
-    def _num_blocks(self, num_tokens: int) -> list[int]:
-        return [-(-num_tokens // block_size) for block_size in self._block_sizes]
-
-    def _missing_blocks(self, request: ScheduledRequest, num_tokens: int) -> list[int]:
-        return [
-            max(0, count - len(have))
-            for count, have in zip(self._num_blocks(num_tokens), request.block_ids, strict=True)
-        ]
-
-    def _allocate(self, request: ScheduledRequest, needed: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        new = [self._pool.allocate(count) for count in needed]
-        for have, more in zip(request.block_ids, new, strict=True):
-            have.extend(more)
-        return tuple(tuple(more) for more in new)
-
-    def _free_blocks(self, request: ScheduledRequest) -> None:
-        for have in request.block_ids:
-            self._pool.free(have)
-            have.clear()
-
     # A step's tokens arrive
 
-    def update(
-        self, scheduled: SchedulerOutput, output: ModelRunnerOutput
-    ) -> Mapping[str, tuple[tuple[int, ...], FinishReason | None]]:
+    def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> Mapping[str, Progress]:
         if not scheduled.num_scheduled_tokens:
             return {}
         if not self._in_flight or self._in_flight[0][0] is not scheduled:
             raise StageError("steps must be updated in the order in which they were scheduled, each once")
         rows = self._in_flight[0][1]
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
-        self._check_answer(rows, sampled)
+        check_answer(rows, sampled)
         self._in_flight.popleft()
-        results: dict[str, tuple[tuple[int, ...], FinishReason | None]] = {}
+        results: dict[str, Progress] = {}
         for row in rows:
             request = row.request
             request.num_in_flight -= 1
             if request.finished:
                 if not request.num_in_flight:
                     self._leaving.remove(request)
-                    self._free_blocks(request)
+                    self._blocks.free(request)
                 continue
             tokens = sampled.get(request.req_id, ())
             request.num_pending -= row.max_sampled
             request.num_computed -= row.max_sampled - len(tokens)  # drafts that were rejected
             if tokens:
-                kept, reason = self._accept(request, tokens)
-                results[request.req_id] = kept, reason
+                kept, reason = request.accept(tokens, self._shape.vocab_size)
+                results[request.req_id] = Progress(
+                    token_ids=kept, finish_reason=reason, num_cached_tokens=request.num_cached or 0
+                )
                 if reason is not None:
                     self._finish(request)
         return results
 
-    @staticmethod
-    def _check_answer(rows: Sequence[Row], sampled: Mapping[str, tuple[int, ...]]) -> None:
-        unknown = sampled.keys() - {row.request.req_id for row in rows}
-        if unknown:
-            raise IntegrityError(f"the worker answered for requests that were not in the step: {sorted(unknown)}")
-        for row in rows:
-            count = len(sampled.get(row.request.req_id, ()))
-            if not row.request.finished and not min(1, row.max_sampled) <= count <= row.max_sampled:
-                raise IntegrityError(
-                    f"the worker returned {count} tokens for {row.request.req_id!r}, "
-                    f"right would be {min(1, row.max_sampled)} to {row.max_sampled}"
-                )
-
-    def _accept(self, request: ScheduledRequest, tokens: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Append tokens up to the one that ends the request. A stop id itself does not count."""
-        for position, token in enumerate(tokens):
-            if not 0 <= token < self._shape.vocab_size:
-                return tuple(tokens[:position]), "error"
-            if token in request.stop_ids:
-                return tuple(tokens[:position]), "stop"
-            request.token_ids.append(token)
-            if len(request.token_ids) >= request.max_len:
-                return tuple(tokens[: position + 1]), "length"
-        return tuple(tokens), None
-
     def check_integrity(self) -> None:
         holders = [*self._running, *self._leaving]
-        self._pool.check_integrity(block for request in holders for have in request.block_ids for block in have)
+        self._blocks.check_integrity(holders)
         live = [*self._running, *self._waiting]
         in_flight = [row.request for _, rows in self._in_flight for row in rows]
         faults = {
-            "known requests are not the running ones, then the waiting ones": list(self._requests.values()) != live,
+            "known requests are not the running and the waiting ones": sorted(live, key=_ORDER)
+            != sorted(self._requests.values(), key=_ORDER),
+            "requests are out of order": any(
+                first.order >= second.order
+                for queue in (self._running, self._waiting)
+                for first, second in pairwise(queue)
+            ),
             "a finished request lives on": any(request.finished for request in live),
             "a request that leaves is in no step": any(not request.num_in_flight for request in self._leaving),
             "a waiting request holds blocks or computed tokens": any(
@@ -335,7 +327,7 @@ class ContinuousScheduler(Scheduler):
                 request.num_in_flight != sum(other is request for other in in_flight) for request in holders
             ),
             "a running request has fewer blocks than tokens": any(
-                any(self._missing_blocks(request, request.num_computed)) for request in self._running
+                any(self._blocks.missing(request, request.num_computed)) for request in self._running
             ),
             "more requests run than may": len(self._running) > self._shape.max_num_reqs,
         }

@@ -6,7 +6,7 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from numbers import Integral
 from typing import Any, cast
@@ -15,24 +15,29 @@ import attrs
 
 from workerkit.components.engine.admission import check_token_ids
 from workerkit.components.engine.interrupts import interrupts_deferred
-from workerkit.components.engine.live import GrowingCompletion, LiveRequest
+from workerkit.components.engine.live import GrowingCompletion, LiveCompletion
+from workerkit.components.engine.logprobs import PromptPieces
+from workerkit.components.engine.resolve import of_completion, resolve
+from workerkit.components.engine.steps import Steps, in_words
 from workerkit.components.engine.stop import StopStrings
-from workerkit.framework.errors import IntegrityError, RequestError, StageError
+from workerkit.framework.errors import RequestError, StageError, UnsupportedError
 from workerkit.framework.interfaces.engine import (
-    ChatTemplate,
+    CacheIdentity,
     Completion,
     Engine,
+    EngineRequest,
     EngineStats,
     FinishReason,
     Prompt,
     RequestDelta,
     Scheduler,
-    Tokenizer,
 )
 from workerkit.framework.interfaces.kv_cache import KVLayout
-from workerkit.framework.interfaces.request import ModelRunnerOutput, SamplingParams, SchedulerOutput, StepOutput
 from workerkit.framework.interfaces.runner import WorkerShape
+from workerkit.framework.interfaces.sampling_params import SamplingParams, StructuredOutputsParams
 from workerkit.framework.interfaces.stages import Later
+from workerkit.framework.interfaces.structured import GrammarMatcher, StructuredOutputs
+from workerkit.framework.interfaces.text import ChatTemplate, Tokenizer
 from workerkit.framework.interfaces.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -54,12 +59,6 @@ class EngineConfig:
     )
 
 
-@attrs.define(eq=False)
-class _Step:
-    output: SchedulerOutput
-    result: StepOutput | None = None
-
-
 class StandaloneEngine(Engine):
     """Not to be used from two threads at once.
 
@@ -77,20 +76,20 @@ class StandaloneEngine(Engine):
         scheduler: Later[Scheduler],
         tokenizer: Later[Tokenizer],
         chat_template: Later[ChatTemplate],
+        structured: Later[StructuredOutputs],
     ) -> None:
         self._worker = worker
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._structured = structured  # built for the first request that asks for it
         self._random = random.Random(secrets.randbits(128) if config.seed is None else config.seed)
-        self._live: dict[str, LiveRequest] = {}
-        self._in_flight: deque[_Step] = deque()  # oldest first
+        self._steps = Steps(worker, scheduler)
+        self._live = self._steps.live
         self._outbox: deque[RequestDelta] = deque()  # what the next `step` returns
         self._ids = count()
         self._stopped: BaseException | None = None  # why no step can run any more
-        self._num_steps = 0
         self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
 
     def start(self, progress: bool = False) -> None:
         from tqdm import tqdm
@@ -109,9 +108,17 @@ class StandaloneEngine(Engine):
 
     # Requests
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, req_id: str | None = None) -> str:
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        req_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_identity: CacheIdentity | None = None,
+    ) -> str:
         req_id = self._new_id() if req_id is None else req_id
-        self._add(self._encode(prompt), params, req_id, self._outbox)
+        self._add(self._encode(prompt), params, req_id, self._outbox, priority, cache_identity)
         return req_id
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -121,39 +128,83 @@ class StandaloneEngine(Engine):
     def _new_id(self) -> str:
         return next(name for number in self._ids if (name := f"request-{number}") not in self._live)
 
-    def _add(self, token_ids: list[int], params: SamplingParams | None, req_id: str, sink: deque[RequestDelta]) -> None:
+    def _add(
+        self,
+        token_ids: list[int],
+        params: SamplingParams | None,
+        req_id: str,
+        sink: deque[RequestDelta],
+        priority: int = 0,
+        cache_identity: CacheIdentity | None = None,
+    ) -> None:
+        """Queue all completions of a request, or none."""
         self._check_alive()
-        params = params or SamplingParams()
-        if params.seed is None:  # a request that is preempted must go on with the same random numbers
-            params = attrs.evolve(params, seed=self._random.getrandbits(63))
+        if req_id in self._live:
+            raise RequestError(f"request id {req_id!r} is in use")
+        params = resolve(params or SamplingParams(), self.tokenizer, self._random)
+        self._worker.check_request(params)
         eos_ids = () if params.ignore_eos else self.tokenizer.eos_token_ids
-        live = LiveRequest(self.tokenizer.detokenizer(token_ids), StopStrings(params.stop), sink)
+        names = self._live.names(req_id, params.n)
+        matchers = self._compile(params.structured_outputs, params.n)
+        requests = [
+            EngineRequest(
+                req_id=name,
+                prompt_token_ids=tuple(token_ids),
+                params=of_completion(params, index),
+                stop_ids=frozenset((*params.stop_token_ids, *eos_ids)),
+                priority=priority,
+                cache_identity=cache_identity or CacheIdentity(),
+            )
+            for index, name in enumerate(names)
+        ]
+        completions = [
+            LiveCompletion(
+                name=name,
+                req_id=req_id,
+                index=index,
+                detokenizer=self.tokenizer.detokenizer(token_ids, params.skip_special_tokens),
+                stop=StopStrings(params.stop, params.include_stop_str_in_output, params.min_tokens),
+                sink=sink,
+                is_structured=bool(matchers),
+                wants_logprobs=params.logprobs is not None,
+                prompt_pieces=None if params.prompt_logprobs is None else PromptPieces(len(token_ids)),
+            )
+            for index, name in enumerate(names)
+        ]
         with interrupts_deferred():
-            self._scheduler().add(req_id, token_ids, params, frozenset((*params.stop_token_ids, *eos_ids)))
-            self._live[req_id] = live
-            self._num_prompt_tokens += len(token_ids)
+            self._steps.queue(requests, completions, matchers)
+            self._num_prompt_tokens += len(token_ids) * params.n
+
+    def _compile(self, wanted: StructuredOutputsParams | None, n: int) -> list[GrammarMatcher]:
+        if wanted is None:
+            return []
+        if self.shape.num_speculative_tokens:
+            raise RequestError("structured_outputs: the drafts of speculative decoding are not known to this engine")
+        try:
+            return [self._structured().compile(wanted) for _ in range(n)]
+        except UnsupportedError as error:
+            raise RequestError(f"structured_outputs: {error}") from error
 
     def abort(self, req_id: str) -> None:
-        """The request's last delta says "abort"."""
+        """The last delta of each unfinished completion says "abort"."""
         with interrupts_deferred():
-            if req_id in self._live:
-                self._scheduler().abort(req_id)
-                self._end(req_id, "abort")
+            for completion in self._live.of(req_id):
+                self._steps.drop(completion)
+                completion.end("abort")
 
-    def _end(self, req_id: str, reason: FinishReason, error: str | None = None) -> None:
-        delta = RequestDelta(req_id=req_id, token_ids=(), text="", finish_reason=reason, error=error)
-        self._live.pop(req_id).sink.append(delta)
-
-    def _drop(self, req_ids: Sequence[str]) -> None:
+    def _drop(self, req_ids: Iterable[str]) -> None:
         """Forget requests that nobody waits for, and leave no step of theirs in flight."""
         with interrupts_deferred():
             for req_id in req_ids:
-                if self._live.pop(req_id, None) is not None:
-                    self._scheduler().abort(req_id)
-        while self._in_flight:
+                for completion in self._live.of(req_id):
+                    self._steps.drop(completion)
+        while self._steps.in_flight:
             self._advance(fill=False)
         if self._stopped is None and self._scheduler().has_work and not self._scheduler().has_requests:
             self._advance()  # the worker has not heard yet that they are gone
+
+    def reset_prefix_cache(self) -> None:
+        self._scheduler().reset_prefix_cache()
 
     # Steps
 
@@ -169,75 +220,21 @@ class StandaloneEngine(Engine):
         self._check_alive()
         with interrupts_deferred():
             try:
-                if fill:
-                    self._fill()
-                if self._in_flight:
-                    self._collect()
+                collected = fill and self._steps.fill()
+                if self._steps.in_flight and not collected:
+                    self._steps.collect()
             except BaseException as error:
-                self._fail(error)
+                _log.error("the engine stops: a step failed", exc_info=error)
+                self._stopped = error
+                self._abort_all("error", in_words(error))
                 if not isinstance(error, Exception):
                     raise
 
-    def _fill(self) -> None:
-        scheduler = self._scheduler()
-        while scheduler.has_work and len(self._in_flight) < scheduler.max_in_flight:
-            output = scheduler.schedule()
-            if not output.num_scheduled_tokens:
-                if output.finished_req_ids or output.preempted_req_ids:
-                    self._worker.execute_model(output)
-                    continue
-                if not self._in_flight:
-                    raise IntegrityError("the scheduler has requests, but schedules nothing and waits for nothing")
-                return
-            step = _Step(output)
-            self._in_flight.append(step)
-            self._worker.execute_model(output)
-            step.result = self._worker.sample_tokens()
-            self._num_steps += 1
-
-    def _collect(self) -> None:
-        step = self._in_flight[0]
-        if step.result is None:
-            raise IntegrityError("a step in flight has no result")
-        results = self._scheduler().update(step.output, step.result.get())
-        self._in_flight.popleft()
-        for req_id, (tokens, reason) in results.items():
-            try:
-                self._deliver(req_id, tokens, reason)
-            except Exception as error:  # of a tokenizer, say: a matter of this request alone
-                _log.exception("request %r failed", req_id)
-                self._scheduler().abort(req_id)
-                self._end(req_id, "error", f"{type(error).__name__}: {error}")
-
-    def _deliver(self, req_id: str, tokens: tuple[int, ...], reason: FinishReason | None) -> None:
-        live = self._live[req_id]
-        num_tokens, text, stopped = live.push(tokens, ended=reason is not None)
-        if stopped:
-            self._scheduler().abort(req_id)  # unless the scheduler ended it too
-            reason = "stop"
-        delta = RequestDelta(
-            req_id=req_id,
-            token_ids=tokens[:num_tokens],
-            text=text,
-            finish_reason=reason,
-            error="the worker returned a token outside the vocabulary" if reason == "error" else None,
-        )
-        live.sink.append(delta)
-        self._num_generated_tokens += num_tokens
-        if reason is not None:
-            del self._live[req_id]
-
-    def _fail(self, error: BaseException) -> None:
-        _log.error("the engine stops: a step failed", exc_info=error)
-        self._stopped = error
-        self._abort_all("error", f"{type(error).__name__}: {error}")
-
     def _abort_all(self, reason: FinishReason, error: str | None = None) -> None:
-        for req_id in list(self._live):
-            self._scheduler().abort(req_id)
-            self._end(req_id, reason, error)
-        while self._in_flight:
-            self._scheduler().update(self._in_flight.popleft().output, ModelRunnerOutput())
+        for completion in self._live:
+            self._steps.drop(completion)
+            completion.end(reason, error)
+        self._steps.abandon()
 
     def _check_alive(self) -> None:
         if self._stopped is not None:
@@ -262,50 +259,54 @@ class StandaloneEngine(Engine):
                 f"{len(many)} prompts came with {len(params)} sampling params: give one for all or one each"
             )
         sink: deque[RequestDelta] = deque()
-        waiting: dict[str, GrowingCompletion] = {}
-        done: dict[int, Completion] = {}
+        waiting: dict[tuple[str, int], GrowingCompletion] = {}
+        done: dict[tuple[int, int], Completion] = {}
 
-        def finish(position: int, completion: Completion) -> None:
-            done[position] = completion
+        def finish(key: tuple[str, int], reason: FinishReason, error: str | None) -> None:
+            growing = waiting.pop(key)
+            done[growing.position, growing.index] = completion = growing.completion(reason, error)
             if on_progress is not None:
                 on_progress(completion)
 
         try:
             for position, (prompt, its_params) in enumerate(zip(many, params, strict=True)):
                 req_id = self._new_id()
-                waiting[req_id] = collected = GrowingCompletion(req_id, position)
+                waiting[req_id, 0] = first = GrowingCompletion(req_id=req_id, position=position)
                 try:
                     token_ids = self._encode(prompt)
-                    collected.prompt_token_ids = tuple(token_ids)
+                    first.prompt_token_ids = tuple(token_ids)
+                    for index in range(1, its_params.n):
+                        waiting[req_id, index] = attrs.evolve(first, index=index, token_ids=[])
                     self._add(token_ids, its_params, req_id, sink)
                 except RequestError as error:
-                    finish(position, waiting.pop(req_id).completion("error", str(error)))
+                    for index in range(1, its_params.n):
+                        waiting.pop((req_id, index), None)
+                    finish((req_id, 0), "error", str(error))
             while waiting:
                 while not sink:
                     self._advance()
                 delta = sink.popleft()
-                collected = waiting[delta.req_id]
-                collected.token_ids.extend(delta.token_ids)
-                collected.text += delta.text
+                key = (delta.req_id, delta.index)
+                waiting[key].add(delta)
                 if delta.finish_reason is not None:
-                    del waiting[delta.req_id]
-                    finish(collected.position, collected.completion(delta.finish_reason, delta.error))
+                    finish(key, delta.finish_reason, delta.error)
         finally:
-            self._drop(list(waiting))
-        return [done[position] for position in range(len(many))]
+            self._drop({req_id for req_id, _ in waiting})
+        return [done[key] for key in sorted(done)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestDelta]:
-        """Nothing is queued, and nothing refused, before the first delta is asked for."""
+        """Nothing is queued, and nothing refused, before the first delta is asked for. With n > 1 the deltas of all
+        completions come as they are made."""
         sink: deque[RequestDelta] = deque()
         req_id = self._new_id()
-        finished = False
+        unfinished = 1 if params is None else params.n
         try:
             self._add(self._encode(prompt), params, req_id, sink)
-            while not finished:
+            while unfinished:
                 while not sink:
                     self._advance()
                 delta = sink.popleft()
-                finished = delta.finish_reason is not None
+                unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
             self._drop([req_id])
@@ -325,14 +326,14 @@ class StandaloneEngine(Engine):
     def has_unfinished(self) -> bool:
         if self._stopped is not None:
             return bool(self._outbox)
-        return bool(self._outbox or self._in_flight) or self._scheduler().has_work
+        return bool(self._outbox or self._steps.in_flight) or self._scheduler().has_work
 
     @property
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_steps=self._num_steps,
+            num_steps=self._steps.num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
+            num_generated_tokens=self._steps.num_generated_tokens,
             **self._scheduler().stats(),
         )
 
@@ -349,12 +350,8 @@ class StandaloneEngine(Engine):
         return self._worker.layout
 
     def check_integrity(self) -> None:
-        scheduler = self._scheduler()
-        scheduler.check_integrity()
+        self._steps.check_integrity()
         self._worker.check_integrity()
-        stats = scheduler.stats()
-        if len(self._live) != stats["num_running"] + stats["num_waiting"]:
-            raise IntegrityError(f"the engine has {len(self._live)} requests, the scheduler {dict(stats)}")
 
     def shutdown(self) -> None:
         """Unfinished requests end with "abort". Can be called at any time, and twice."""

@@ -18,9 +18,9 @@ from workerkit.components.engine.detokenizer import (
 )
 from workerkit.components.engine.gguf_tokenizer import adds_bos, build_tokenizer
 from workerkit.framework.errors import ModelError, RequestError
-from workerkit.framework.interfaces.engine import Detokenizer, Tokenizer
 from workerkit.framework.interfaces.sections import ModelSection
 from workerkit.framework.interfaces.store import ModelStore
+from workerkit.framework.interfaces.text import Detokenizer, Tokenizer
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +50,7 @@ class FileTokenizer(Tokenizer):
         self._tokenizer = self._loaded.tokenizer
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._token_bytes, self._strip_first_space = _decoding(self._tokenizer, path)
+        self._bytes_of, self._strip_first_space = _decoding(self._tokenizer, path)
 
     @property
     def vocab_size(self) -> int:
@@ -59,6 +59,10 @@ class FileTokenizer(Tokenizer):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._loaded.eos_token_ids
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return self._special_ids
 
     @property
     def bos_token(self) -> str:
@@ -89,21 +93,20 @@ class FileTokenizer(Tokenizer):
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        detokenizer = IncrementalDetokenizer(
-            self._shown_bytes if skip_special_tokens else self._all_bytes, strip_first_space=self._strip_first_space
-        )
+        detokenizer = self.detokenizer((), skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.flush()
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        return IncrementalDetokenizer(self._shown_bytes, prompt_token_ids, self._strip_first_space)
+    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
+        shown = self._text_bytes if skip_special_tokens else self.token_bytes
+        return IncrementalDetokenizer(shown, prompt_token_ids, self._strip_first_space)
 
-    def _shown_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self._all_bytes(token_id)
-
-    def _all_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         # a model's output layer may be wider than the vocabulary: such ids are no text
         token = self._tokenizer.id_to_token(token_id)
-        return b"" if token is None else self._token_bytes(token)
+        return b"" if token is None else self._bytes_of(token)
+
+    def _text_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special_ids else self.token_bytes(token_id)
 
 
 def _decoding(tokenizer: tokenizers.Tokenizer, path: pathlib.Path) -> tuple[Callable[[str], bytes], bool]:

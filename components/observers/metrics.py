@@ -38,6 +38,12 @@ class Metrics(Observer):
         self._generated = counter("generated_tokens", "tokens that reached the host")
         self._preempted = counter("preempted_requests", "requests that lost their blocks")
         self._finished = counter("finished_requests", "requests that left, aborted ones too")
+        self._host_reads = Counter(
+            f"{prefix}_host_token_reads",
+            "times that a part made the stream wait for tokens on the host",
+            ["part"],
+            registry=self.registry,
+        )
         self._requests = Gauge(f"{prefix}_batch_requests", "requests in the last batch", registry=self.registry)
         self._seconds = Histogram(
             f"{prefix}_step_seconds",
@@ -68,6 +74,10 @@ class Metrics(Observer):
     def batch_prepared(self, batch: InputBatch) -> None:
         self._requests.set(batch.num_reqs)
         self._tokens.observe(batch.num_tokens)
+
+    @hookimpl
+    def host_tokens_read(self, part: str) -> None:
+        self._host_reads.labels(part).inc()
 
     @hookimpl
     def output_ready(self, output: ModelRunnerOutput) -> None:

@@ -103,7 +103,8 @@ class AscendRequestState(SlotRequestStates):
     def commit(self, batch: InputBatch, output: SamplerOutput) -> None:
         self._refuse_dummy(batch)
         state, slots = self._device, operand(batch.idx_mapping)
-        token_ids, num_sampled = operand(output.token_ids.int()), operand(output.num_sampled)
+        # A token of -1 ends its request; until the host knows, the next step needs some token in its place.
+        token_ids, num_sampled = operand(output.token_ids.clamp(min=0).int()), operand(output.num_sampled)
         all_tokens, total_len = operand(self._tokens), operand(state.total_len)
         columns = operand(self._columns)[: token_ids.shape[1]]
         ends = total_len[slots]

@@ -82,7 +82,7 @@ class HostStates(HostRequestStates):
     def commit(self, plan: BatchPlan, sampled: Sequence[Sequence[int]]) -> None:
         for req_id, tokens in zip(plan.req_ids, sampled, strict=True):
             record = self.get(req_id)
-            record.token_ids.extend(tokens)
+            record.token_ids.extend(max(token, 0) for token in tokens)  # -1 ends the request, which may run once more
             record.drafts.clear()
 
     def store_drafts(self, plan: BatchPlan, drafts: Sequence[Sequence[int]]) -> None:

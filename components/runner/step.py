@@ -8,18 +8,13 @@ import attrs
 import numpy as np
 import torch
 
-from workerkit.framework.errors import ModelError, RequestError, UnsupportedError, did_you_mean
-from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, InputBatchBuilder, RequestStates
+from workerkit.components.runner.output import StepResult
+from workerkit.framework.errors import ModelError, UnsupportedError, did_you_mean
+from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, InputBatchBuilder
 from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape
 from workerkit.framework.interfaces.kv_cache import BatchTables, BlockTables, KVCaches
 from workerkit.framework.interfaces.model import LoadedModel, ModelInputs, ModelOutput
-from workerkit.framework.interfaces.request import (
-    GrammarOutput,
-    ModelRunnerOutput,
-    NewRequest,
-    SchedulerOutput,
-    StepOutput,
-)
+from workerkit.framework.interfaces.request import GrammarOutput, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import RunnerParts, WorkerShape
 from workerkit.framework.interfaces.sampling import DraftInputs, SamplerOutput, SlotPart
 
@@ -160,36 +155,41 @@ class StepPhases:
         output = self._parts.pcp.restore(state.output, state.batch)
         return state if output is state.output else attrs.evolve(state, output=output)
 
-    def sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> SamplerOutput:
-        """Tokens of each row; none for rows whose prefill goes on."""
+    def sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> StepResult:
+        """Tokens of each row, none for rows whose prefill goes on; and log-probabilities."""
         parts, batch = self._parts, state.batch
         if not parts.pipeline.is_last:
-            return parts.pipeline.receive_sampled(batch)
+            return StepResult(sampled=parts.pipeline.receive_sampled(batch))
         hidden = state.output.hidden
         if batch.num_logits < len(hidden):  # otherwise every token predicts, in order
             hidden = hidden[batch.logits_indices]
         logits = self._network.compute_logits(hidden)
-        if grammar is not None:
-            logits = parts.grammar.apply(logits, batch, grammar)
-        logits = parts.sampler.process(logits, batch)
+        raw = parts.sampler.raw(logits, batch)
+        logits = parts.sampler.process(parts.grammar.apply(logits, batch, grammar), batch)
+        sampled = self._tokens(logits, batch)
+        parts.pipeline.broadcast(sampled)
+        return StepResult(
+            sampled=sampled,
+            logprobs=parts.sampler.logprobs(raw, logits, batch, sampled),
+            prompt_logprobs=parts.sampler.prompt_logprobs(state.output.hidden, batch, self._network.compute_logits),
+        )
+
+    def _tokens(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
         partial = batch.plan.is_partial
-        if batch.num_logits > batch.num_reqs:
-            verified = parts.rejection.verify(logits, batch, parts.sampler)
-            mask = torch.from_numpy(partial).to(logits.device, non_blocking=True)
-            sampled = SamplerOutput(
-                token_ids=verified.token_ids,
-                num_sampled=verified.num_sampled.masked_fill(mask, 0),
-                num_rejected=verified.num_rejected.masked_fill(mask, 0),
-            )
-        else:
+        if batch.num_logits == batch.num_reqs:
             counts = torch.from_numpy((~partial).astype(np.int32)).to(logits.device, non_blocking=True)
-            sampled = SamplerOutput(
-                token_ids=parts.sampler.draw(logits, batch).unsqueeze(1),
+            return SamplerOutput(
+                token_ids=self._parts.sampler.draw(logits, batch).unsqueeze(1),
                 num_sampled=counts,
                 num_rejected=torch.zeros_like(counts),
             )
-        parts.pipeline.broadcast(sampled)
-        return sampled
+        verified = self._parts.rejection.verify(logits, batch, self._parts.sampler)
+        mask = torch.from_numpy(partial).to(logits.device, non_blocking=True)
+        return SamplerOutput(
+            token_ids=verified.token_ids,
+            num_sampled=verified.num_sampled.masked_fill(mask, 0),
+            num_rejected=verified.num_rejected.masked_fill(mask, 0),
+        )
 
     def finish(
         self,
@@ -202,6 +202,7 @@ class StepPhases:
         parts, batch = self._parts, state.batch
         parts.hooks.tokens_sampled(batch, sampled)
         commit()
+        parts.sampler.commit(batch, sampled)
         parts.model_state.commit(batch, sampled)
         if parts.pipeline.is_last and parts.speculator.num_speculative_tokens:
             store_drafts(self._propose(state, sampled))
@@ -227,72 +228,3 @@ class StepPhases:
         """Capture graphs, the text model's before the encoder's."""
         self._parts.graph.capture(self._network.forward)
         self._parts.encoder_graph.capture()
-
-
-def to_lists(token_ids: torch.Tensor, num_sampled: torch.Tensor) -> list[list[int]]:
-    """Host tensors [num_reqs, K + 1] and [num_reqs] -> the tokens of each row."""
-    return [row[:count] for row, count in zip(token_ids.tolist(), num_sampled.tolist(), strict=True)]
-
-
-class ReadyOutput(StepOutput):
-    """Tokens that are on the host already; `output_ready` has fired."""
-
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def get(self) -> ModelRunnerOutput:
-        return self._output
-
-
-def check_output(output: SchedulerOutput, states: RequestStates, shape: WorkerShape, num_groups: int) -> None:
-    """Refuse a step that contradicts what the runner knows, before anything of it is done. Raises RequestError."""
-    leaving = output.finished_req_ids | output.preempted_req_ids
-    problems: list[str] = []
-    new_ids = [request.req_id for request in output.new_requests]
-    cached_ids = [request.req_id for request in output.cached_requests]
-    for request in output.new_requests:
-        if request.req_id in states and request.req_id not in leaving:
-            problems.append(f"new request {request.req_id!r} is already here")
-        if not 0 < request.prompt_len <= request.prefill_len <= shape.max_model_len:
-            problems.append(
-                f"new request {request.req_id!r} has {request.prefill_len} tokens (prompt {request.prompt_len}); "
-                f"max_model_len is {shape.max_model_len}"
-            )
-        elif not 0 <= min(request.token_ids) <= max(request.token_ids) < shape.vocab_size:
-            problems.append(f"new request {request.req_id!r} has token ids outside 0..{shape.vocab_size - 1}")
-    for req_id in cached_ids:
-        if req_id not in states or req_id in leaving:
-            problems.append(f"cached request {req_id!r} is not known here")
-    ids = [*new_ids, *cached_ids]
-    if len(set(ids)) != len(ids):
-        problems.append("a request is scheduled twice")
-    if set(ids) != set(output.num_scheduled_tokens):
-        problems.append("num_scheduled_tokens does not name exactly the new and cached requests")
-    if any(count < 1 for count in output.num_scheduled_tokens.values()):
-        problems.append("num_scheduled_tokens must be >= 1 for each request")
-    if output.total_num_scheduled_tokens > shape.max_num_batched_tokens:
-        problems.append(
-            f"{output.total_num_scheduled_tokens} tokens are scheduled, max_num_batched_tokens is "
-            f"{shape.max_num_batched_tokens}"
-        )
-    after = {req_id for req_id in states.req_ids if req_id not in leaving} | set(new_ids)
-    if len(after) > shape.max_num_reqs:
-        problems.append(f"{len(after)} requests would be live, max_num_reqs is {shape.max_num_reqs}")
-    blocks = {r.req_id: r.block_ids for r in output.new_requests}
-    blocks.update({r.req_id: r.new_block_ids for r in output.cached_requests if r.new_block_ids})
-    for req_id, groups in blocks.items():
-        if len(groups) != num_groups:
-            problems.append(f"request {req_id!r} has blocks for {len(groups)} of {num_groups} cache groups")
-    problems.extend(_lengths(output, shape))
-    if problems:
-        raise RequestError("the step is refused:\n  - " + "\n  - ".join(problems))
-
-
-def _lengths(output: SchedulerOutput, shape: WorkerShape) -> list[str]:
-    computed = {r.req_id: r.num_computed_tokens for r in output.new_requests}
-    computed.update({r.req_id: r.num_computed_tokens for r in output.cached_requests})
-    return [
-        f"request {req_id!r} would reach position {computed[req_id] + count}, max_model_len is {shape.max_model_len}"
-        for req_id, count in output.num_scheduled_tokens.items()
-        if req_id in computed and computed[req_id] + count > shape.max_model_len
-    ]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from workerkit.components.runner.step import ExecuteModelState, ReadyOutput, StepPhases, check_output, to_lists
+from workerkit.components.runner.check import check_output
+from workerkit.components.runner.output import HostCopies, ReadyOutput
+from workerkit.components.runner.step import ExecuteModelState, StepPhases
 from workerkit.framework.errors import StageError
 from workerkit.framework.interfaces.batch import BatchPlan, HostRequestStates, RowInputBatch
 from workerkit.framework.interfaces.device import Pending
@@ -101,17 +103,15 @@ class NPUModelRunner(GPUModelRunner):
     def _run_sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         parts, batch = self._parts, state.batch
         state = self._phases.restore(state)
-        sampled = self._phases.sample(state, grammar)
-        tokens = to_lists(
-            parts.device.copy_to_host(sampled.token_ids).wait(), parts.device.copy_to_host(sampled.num_sampled).wait()
-        )
+        result = self._phases.sample(state, grammar)
+        output = HostCopies(parts.device, batch.req_ids, result).wait()
         self._phases.finish(
             state,
-            sampled,
-            commit=lambda: self._states.commit(batch.plan, tokens),
+            result.sampled,
+            commit=lambda: self._states.commit(batch.plan, output.sampled_token_ids),
             store_drafts=lambda drafts: self._states.store_drafts(batch.plan, drafts.tolist()),
         )
-        return ModelRunnerOutput(req_ids=batch.req_ids, sampled_token_ids=tuple(map(tuple, tokens)))
+        return output
 
     def execute_dummy_batch(self, num_tokens: int, num_reqs: int) -> None:
         self._parts.device.submit(lambda: self._phases.dummy(num_tokens, num_reqs)).wait()

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from workerkit.components.runner.step import ExecuteModelState, StepPhases, check_output, to_lists
+from workerkit.components.runner.check import check_output
+from workerkit.components.runner.output import HostCopies
+from workerkit.components.runner.step import ExecuteModelState, StepPhases
 from workerkit.framework.errors import StageError
 from workerkit.framework.interfaces.batch import BatchPlan, SlotInputBatch, SlotRequestStates
 from workerkit.framework.interfaces.device import Pending
@@ -40,20 +42,11 @@ class _Changes:
     writes: BlockTableWrites
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Sampled:
-    """Tokens on their way to the host."""
-
-    token_ids: Pending[torch.Tensor]  # [num_reqs, K + 1]
-    num_sampled: Pending[torch.Tensor]  # [num_reqs]
-
-
 class AsyncOutput(StepOutput):
     """Tokens of a step that may still be running."""
 
-    def __init__(self, req_ids: tuple[str, ...], sampled: Pending[_Sampled], hooks: StepHooks) -> None:
-        self._req_ids = req_ids
-        self._sampled = sampled
+    def __init__(self, copies: Pending[HostCopies], hooks: StepHooks) -> None:
+        self._copies = copies
         self._hooks = hooks
         self._lock = threading.Lock()
         self._result: ModelRunnerOutput | None = None
@@ -61,9 +54,7 @@ class AsyncOutput(StepOutput):
     def get(self) -> ModelRunnerOutput:
         with self._lock:
             if self._result is None:
-                sampled = self._sampled.wait()
-                tokens = to_lists(sampled.token_ids.wait(), sampled.num_sampled.wait())
-                self._result = ModelRunnerOutput(req_ids=self._req_ids, sampled_token_ids=tuple(map(tuple, tokens)))
+                self._result = self._copies.wait().wait()
                 self._hooks.output_ready(self._result)
             return self._result
 
@@ -88,7 +79,7 @@ class NPUModelRunner(ModelRunner):
         self._states = states
         self._tables = tables
         self._phases = StepPhases(parts, shape, loaded, caches, batches, tables)
-        self._forward: tuple[BatchPlan, Pending[ExecuteModelState]] | None = None
+        self._forward: Pending[ExecuteModelState] | None = None
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
         if self._forward is not None:
@@ -107,7 +98,7 @@ class NPUModelRunner(ModelRunner):
         except BaseException:
             parts.device.submit(lambda: self._carry_out(changes)).wait()  # host and device must not part
             raise
-        self._forward = plan, parts.device.submit(lambda: self._run_forward(changes, plan, desc))
+        self._forward = parts.device.submit(lambda: self._run_forward(changes, plan, desc))
         return None
 
     def _change_requests(self, output: SchedulerOutput) -> _Changes:
@@ -141,24 +132,20 @@ class NPUModelRunner(ModelRunner):
     def sample_tokens(self, grammar: GrammarOutput | None = None) -> StepOutput:
         if self._forward is None:
             raise StageError("sample_tokens needs an execute_model that scheduled tokens before it")
-        (plan, forward), self._forward = self._forward, None
-        sampled = self._parts.device.submit(lambda: self._run_sample(forward.wait(), grammar))
-        return AsyncOutput(plan.req_ids, sampled, self._parts.hooks)
+        forward, self._forward = self._forward, None
+        copies = self._parts.device.submit(lambda: self._run_sample(forward.wait(), grammar))
+        return AsyncOutput(copies, self._parts.hooks)
 
     @torch.inference_mode()
-    def _run_sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> _Sampled:
+    def _run_sample(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> HostCopies:
         parts, batch = self._parts, state.batch
         state = self._phases.restore(state)
-        sampled = self._phases.sample(state, grammar)
-        # The copy starts before the commit and the proposer overwrite anything.
-        copies = _Sampled(
-            token_ids=parts.device.copy_to_host(sampled.token_ids),
-            num_sampled=parts.device.copy_to_host(sampled.num_sampled),
-        )
+        result = self._phases.sample(state, grammar)
+        copies = HostCopies(parts.device, batch.req_ids, result)
         self._phases.finish(
             state,
-            sampled,
-            commit=lambda: self._states.commit(batch, sampled),
+            result.sampled,
+            commit=lambda: self._states.commit(batch, result.sampled),
             store_drafts=lambda drafts: self._states.store_drafts(batch, drafts),
         )
         return copies

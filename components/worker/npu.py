@@ -18,7 +18,8 @@ from workerkit.framework.interfaces.model import LoadedModel, Model
 from workerkit.framework.interfaces.observer import StepHooks
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
 from workerkit.framework.interfaces.runner import ModelRunner, WorkerShape
-from workerkit.framework.interfaces.sampling import DraftWeights
+from workerkit.framework.interfaces.sampling import DraftWeights, Sampler
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.sections import CacheSection
 from workerkit.framework.interfaces.stages import KVStage, Later
 from workerkit.framework.interfaces.worker import Health, Worker
@@ -82,6 +83,7 @@ class NPUWorker(Worker):
         draft: Later[DraftWeights],
         layout: Later[KVLayout],
         runner: Later[ModelRunner],
+        sampler: Later[Sampler],
         kv_stage: KVStage,
         hooks: StepHooks,
     ) -> None:
@@ -99,10 +101,12 @@ class NPUWorker(Worker):
         self._draft = draft
         self._layout = layout
         self._runner = runner
+        self._sampler = sampler
         self._kv_stage = kv_stage
         self._hooks = hooks
         self._stage = Stage.ASSEMBLED
         self._asleep: dict[str, int] = {}  # tag -> level it sleeps at
+        self._cache_generation = 0
         self._profiler: torch.profiler.profile | None = None
 
     def _at(self, method: str, *allowed: Stage) -> None:
@@ -185,6 +189,14 @@ class NPUWorker(Worker):
     def layout(self) -> KVLayout:
         return self._layout()
 
+    @property
+    def cache_generation(self) -> int:
+        return self._cache_generation
+
+    def check_request(self, params: SamplingParams) -> None:
+        self._at("check_request", Stage.READY, Stage.ASLEEP)
+        self._sampler().check(params)
+
     # Steps
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -209,6 +221,7 @@ class NPUWorker(Worker):
             raise StageError(f"{live} requests are live; finish or abort them before the worker sleeps")
         self._device.synchronize()
         freed = self._pool.discard("kv_cache")
+        self._cache_generation += 1
         self._asleep["kv_cache"] = level
         if level == 2:
             self._loaded().network.release()

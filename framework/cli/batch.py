@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import attrs
 
 from workerkit.framework.cli import common
 from workerkit.framework.errors import RequestError
-from workerkit.framework.interfaces.engine import Engine, Prompt
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.engine import Engine, Prompt, PromptLogprobs, RequestDelta, TokenLogprobs
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 
 @attrs.frozen
@@ -29,39 +30,70 @@ class Job:
 
 @attrs.define
 class Record:
-    """What becomes a JSON line."""
+    """What becomes a JSON line. Logprobs are left out where nobody asked for them."""
 
-    index: int
+    index: int  # of the prompt
+    completion: int  # which of the prompt's n
     prompt: Prompt
     text: str = ""
     token_ids: list[int] = attrs.field(factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+    def add(self, delta: RequestDelta) -> None:
+        """What one step added."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+
+    def line(self) -> str:
+        """As JSON, which has no infinity: null."""
+        values = attrs.asdict(self, value_serializer=lambda _, __, value: _finite(value))
+        optional = ("logprobs", "prompt_logprobs")
+        kept = {name: value for name, value in values.items() if name not in optional or value is not None}
+        return json.dumps(kept, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Lines:
-    """Writes records in the order of their prompts, each line in one piece."""
+    """Writes records in the order of their prompts and completions, each line in one piece."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, counts: Sequence[int]) -> None:
         self._out = out
-        self._ready: dict[int, Record] = {}
-        self._next = 0
+        self._counts = list(counts)  # completions of each prompt
+        self._ready: dict[tuple[int, int], Record] = {}
+        self._next = (0, 0)
         self.failed = False
 
+    def refuse(self, record: Record) -> None:
+        """The only one of its prompt."""
+        self._counts[record.index] = 1
+        self.add(record)
+
     def add(self, record: Record) -> None:
-        self._ready[record.index] = record
+        self._ready[record.index, record.completion] = record
         self.failed |= record.error is not None
-        while self._next in self._ready:
-            self._write(self._ready.pop(self._next))
-            self._next += 1
+        while (ready := self._ready.pop(self._next, None)) is not None:
+            self._write(ready)
+            last = ready.completion + 1 == self._counts[ready.index]
+            self._next = (ready.index + 1, 0) if last else (ready.index, ready.completion + 1)
 
     def rest(self) -> None:
         """What is finished but waits for one before it that will never be."""
-        for index in sorted(self._ready):
-            self._write(self._ready.pop(index))
+        for key in sorted(self._ready):
+            self._write(self._ready.pop(key))
 
     def _write(self, record: Record) -> None:
-        self._out.write(json.dumps(attrs.asdict(record), ensure_ascii=False) + "\n")
+        self._out.write(record.line())
         self._out.flush()
 
 
@@ -73,33 +105,32 @@ def run_batch(engine: Engine, jobs: Sequence[Job], prompt_of: Callable[[Job], Pr
     """
     from tqdm import tqdm
 
-    running: dict[str, Record] = {}
-    lines = _Lines(out)
+    running: dict[tuple[str, int], Record] = {}
+    counts = [job.params.n for job in jobs]
+    lines = _Lines(out, counts)
     start, count = time.perf_counter(), 0
-    with _ctrl_c() as pressed, tqdm(total=len(jobs), unit="prompt", file=sys.stderr) as bar:
+    with _ctrl_c() as pressed, tqdm(total=sum(counts), unit="text", file=sys.stderr) as bar:
         try:
             for index, job in enumerate(jobs):
                 if pressed.is_set():
                     break
-                record = Record(index, job.prompt)
                 try:
-                    running[engine.add_request(prompt_of(job), job.params)] = record
+                    req_id = engine.add_request(prompt_of(job), job.params)
                 except RequestError as error:
-                    record.finish_reason, record.error = "error", str(error)
-                    lines.add(record)
-                    bar.update()
+                    lines.refuse(Record(index, 0, job.prompt, finish_reason="error", error=str(error)))
+                    bar.update(job.params.n)
+                    continue
+                running.update({(req_id, number): Record(index, number, job.prompt) for number in range(job.params.n)})
             while running and not pressed.is_set():
                 for delta in engine.step():
-                    record = running[delta.req_id]
-                    record.text += delta.text
-                    record.token_ids += delta.token_ids
+                    key = (delta.req_id, delta.index)
+                    running[key].add(delta)
                     count += len(delta.token_ids)
                     if delta.finish_reason is not None:
-                        record.finish_reason, record.error = delta.finish_reason, delta.error
-                        lines.add(running.pop(delta.req_id))
+                        lines.add(running.pop(key))
                         bar.update()
         finally:
-            for req_id in running:
+            for req_id in dict.fromkeys(req_id for req_id, _ in running):
                 engine.abort(req_id)
             lines.rest()
     common.warn(common.speed(count, time.perf_counter() - start))

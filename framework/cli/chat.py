@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 from workerkit.framework.cli import common
-from workerkit.framework.cli.generate import add_sampling, sampling_of
+from workerkit.framework.cli.sampling import add_sampling, sampling_of
 from workerkit.framework.errors import RequestError
 from workerkit.framework.interfaces.engine import Engine
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 HELP = "/reset starts anew, /system TEXT sets the instructions, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

@@ -1,4 +1,4 @@
-"""`workerkit generate`: one prompt streams, several become JSON lines."""
+"""`workerkit generate`: one prompt streams, several become JSON lines; so does what a stream of text cannot show."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, TextIO
 
 import attrs
 
-from workerkit.framework import config as configs
 from workerkit.framework.assembly import Assembly
 from workerkit.framework.cli import common
 from workerkit.framework.cli.batch import Job, run_batch
+from workerkit.framework.cli.sampling import add_completions, add_sampling, params_of, sampling_of
 from workerkit.framework.errors import ConfigError, RequestError, WorkerkitError
 from workerkit.framework.interfaces.engine import Engine, Prompt
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.roles import CHAT_TEMPLATE
 
 HEADLINE = "the prompts are not valid"
@@ -31,45 +31,24 @@ def add_to(group: Any) -> None:
         "generate",
         _generate,
         "complete prompts",
-        "One prompt streams its text; several (or --output) give JSON lines: index, prompt, text, token_ids, "
-        "finish_reason, error. Exit code 1 when a prompt failed.",
+        "One prompt streams its text; several (or --output) give JSON lines: index of the prompt, completion (which of "
+        "its -n), prompt, text, token_ids, finish_reason, error; logprobs and prompt_logprobs where asked for. "
+        "Exit code 1 when a prompt failed.",
     )
     common.add_config(parser)
     parser.add_argument("prompt", nargs="*", help="prompts; - reads one from standard input")
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='a prompt a line; in .jsonl {"prompt": …, "max_tokens": …}, whose options win over those given here',
+        help='a prompt a line; in .jsonl {"prompt": …, "max_tokens": …} with any field of SamplingParams, '
+        "which win over the options given here",
     )
     parser.add_argument("--output", metavar="OUT.jsonl", help="write JSON lines here")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--chat", action="store_true", help="make each prompt a user's message of the chat template")
     how.add_argument("--raw", action="store_true", help="add no special tokens, such as a BOS token, to the prompt")
     add_sampling(parser, max_tokens=256)
-
-
-def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Options of SamplingParams. What is left out is the sampler's own default."""
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-k", type=int, metavar="K", help="0 is off")
-    parser.add_argument("--top-p", type=float, metavar="P", help="1 is off")
-    parser.add_argument("--seed", type=int, metavar="S")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-
-
-def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """Raises ConfigError with every option that is out of range."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop")
-    return _params({name: getattr(args, name) for name in names}, "options")
-
-
-def _params(values: dict[str, Any], where: str) -> SamplingParams:
-    problems: list[str] = []
-    params = configs.structure(values, SamplingParams, where, problems)
-    if params is None:
-        raise ConfigError(problems, HEADLINE)
-    return params
+    add_completions(parser)
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -80,9 +59,13 @@ def _generate(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_writable(args.output)) if args.output is not None else None
         engine = stack.enter_context(common.running_engine(assembly))
-        if len(jobs) == 1 and out is None:
+        if len(jobs) == 1 and out is None and _is_plain(jobs[0].params):
             return _stream(engine, _prompt(jobs[0], args, engine, assembly), jobs[0].params)
         return run_batch(engine, jobs, lambda job: _prompt(job, args, engine, assembly), out or sys.stdout)
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and not params.logprob_token_ids
 
 
 def _given(args: argparse.Namespace) -> Iterator[Job]:
@@ -119,7 +102,7 @@ def _job(line: str, params: SamplingParams, where: str) -> Job:
     ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not (isinstance(prompt, str) or ids):
         raise ConfigError([f'{where}: expected {{"prompt": "text"}} (or a list of token ids), got {line}'], HEADLINE)
-    return Job(prompt, _params({**attrs.asdict(params), **record}, where))
+    return Job(prompt, params_of({**attrs.asdict(params), **record}, where, HEADLINE))
 
 
 def _prompt(job: Job, args: argparse.Namespace, engine: Engine, assembly: Assembly) -> Prompt:

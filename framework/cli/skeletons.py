@@ -40,7 +40,12 @@ EXAMPLES: Mapping[str, Example] = {
         templates.SAMPLER_STAGE_TEST,
         "sampler.stages[0]",
         "{sampler: {stages: [$name, temperature, top_k_top_p]}}",
-        ("import numpy as np", "import torch", f"{_INTERFACES}.sampling import SamplingContext"),
+        (
+            "import numpy as np",
+            "import torch",
+            f"{_INTERFACES}.sampling import SamplingContext",
+            f"{_INTERFACES}.sampling_params import SamplingParams",
+        ),
     ),
     "observers": Example(
         templates.OBSERVERS,

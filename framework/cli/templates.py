@@ -88,6 +88,7 @@ import torch
 from workerkit.framework import roles
 from workerkit.framework.hooks import hookimpl
 from workerkit.framework.interfaces.sampling import SamplerStage, SamplingContext
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.registry import Registry
 
 WORKERKIT_API = $api
@@ -106,8 +107,12 @@ class $cls(SamplerStage):
     def __init__(self, config: ${cls}Config) -> None:
         self._token_ids = list(config.token_ids)
 
+    def applies_to(self, params: SamplingParams) -> bool:
+        """Which requests use it. One that reads `params.extra_args` names its keys in a class variable `parameters`."""
+        return bool(self._token_ids)
+
     def apply(self, logits: torch.Tensor, context: SamplingContext) -> torch.Tensor:
-        """float32 [N, V] -> [N, V]."""
+        """float32 [N, V], the rows of requests that use it -> [N, V]."""
         logits[:, self._token_ids] = -torch.inf
         return logits
 '''
@@ -116,8 +121,11 @@ SAMPLER_STAGE_TEST = """
 
 def test_it_bans_its_tokens_only() -> None:
     part = $module.$cls($module.${cls}Config(token_ids=(1,)))
+    assert part.applies_to(SamplingParams())
     rows = torch.arange(2)
-    context = SamplingContext(slots=rows, positions=rows, host_slots=np.arange(2))
+    context = SamplingContext(
+        slots=rows, positions=rows, prompt_lens=rows + 1, host_slots=np.arange(2), text=lambda: torch.zeros(2, 2)
+    )
     logits = part.apply(torch.ones(2, 3), context)
     assert logits.tolist() == [[1.0, -torch.inf, 1.0]] * 2
 """

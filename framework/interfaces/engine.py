@@ -9,32 +9,97 @@ from typing import Any, Literal
 import attrs
 
 from workerkit.framework.interfaces.kv_cache import KVLayout
-from workerkit.framework.interfaces.request import ModelRunnerOutput, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import ModelRunnerOutput, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
+from workerkit.framework.interfaces.sampling_params import SamplingParams
+from workerkit.framework.interfaces.text import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Prompt = str | Sequence[int]  # text, or token ids
 
 
 @attrs.frozen(kw_only=True)
-class RequestDelta:
-    """What one step added to a request."""
+class MultimodalSpan:
+    """Prompt positions whose embeddings come from an image or the like, not from their token."""
+
+    start: int
+    length: int
+    digest: str  # of the content
+
+
+@attrs.frozen(kw_only=True)
+class CacheIdentity:
+    """What a request's keys and values depend on besides tokens. Blocks are shared only where all of it is equal."""
+
+    salt: str | None = None  # keeps users apart who must not learn of each other's prompts from timing
+    lora: str | None = None  # what identifies the adapter's weights: not its name, which may be given twice
+    multimodal: tuple[MultimodalSpan, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class EngineRequest:
+    """One sequence to be scheduled."""
 
     req_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # every token that ends it, the model's own included
+    priority: int = 0  # lower comes first, where the scheduler goes by priority
+    cache_identity: CacheIdentity = CacheIdentity()
+
+
+@attrs.frozen(kw_only=True)
+class Progress:
+    """What a step added to a scheduled request."""
+
+    token_ids: tuple[int, ...]  # those that count: a stop id does not
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
+
+
+@attrs.frozen(kw_only=True)
+class TokenLogprobs:
+    """One position: the token that is there, and the ones that were asked for."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 + how many tokens are more likely
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), most likely first
+    chosen: tuple[tuple[int, float], ...] = ()  # of SamplingParams.logprob_token_ids
+
+
+PromptLogprobs = tuple[
+    TokenLogprobs | None, ...
+]  # one entry a prompt token; None for the first, which nothing predicts
+
+
+@attrs.frozen(kw_only=True)
+class RequestDelta:
+    """What one step added to one completion of a request."""
+
+    req_id: str
+    index: int = 0  # which of the request's n completions
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one a token
+    prompt_logprobs: PromptLogprobs | None = None  # exactly once, with the first token
+    num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None  # with finish_reason "error"
 
 
 @attrs.frozen(kw_only=True)
 class Completion:
-    """A finished request."""
+    """A finished completion."""
 
     req_id: str
+    index: int = 0  # which of the request's n completions
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]  # without the token that stopped it, unless that is a stop string's
     text: str
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one a token
+    prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     finish_reason: FinishReason
     error: str | None = None
 
@@ -45,7 +110,8 @@ class EngineStats:
 
     num_steps: int = 0
     num_preemptions: int = 0
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # each prompt once, for each of its n completions
+    num_cached_tokens: int = 0  # of these, found in the prefix cache when the request was first admitted
     num_generated_tokens: int = 0
     num_running: int = 0
     num_waiting: int = 0
@@ -55,30 +121,35 @@ class EngineStats:
 class Scheduler(abc.ABC):
     """Decides what each step computes: continuous batching, chunked prefill, preemption by recomputation."""
 
+    @classmethod
+    def plans_ahead(cls, config: Any) -> bool:
+        """Whether, with that config, a step is planned before the tokens of the one before are known."""
+        return False
+
     @property
     @abc.abstractmethod
     def max_in_flight(self) -> int:
         """How many outputs may be scheduled before the oldest must be updated: 1, or 2 with asynchronous scheduling."""
 
     @abc.abstractmethod
-    def add(
-        self, req_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]
-    ) -> None:
-        """Queue a request. Raises RequestError when it can never fit."""
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError when its id is in use or when it can never fit."""
 
     @abc.abstractmethod
     def abort(self, req_id: str) -> bool:
         """Drop a request wherever it is; False when unknown. Its blocks are free at once or after the running step."""
 
     @abc.abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Drop the content of all cached blocks. Running requests keep theirs, but share nothing that builds on it."""
+
+    @abc.abstractmethod
     def schedule(self) -> SchedulerOutput:
         """The next step; empty when there is nothing to do."""
 
     @abc.abstractmethod
-    def update(
-        self, scheduled: SchedulerOutput, output: ModelRunnerOutput
-    ) -> Mapping[str, tuple[tuple[int, ...], FinishReason | None]]:
-        """Take a step's tokens. For each request that got some: (the tokens that count, why it ended or None)."""
+    def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> Mapping[str, Progress]:
+        """Take a step's tokens. What became of each request that got some."""
 
     @property
     @abc.abstractmethod
@@ -92,67 +163,11 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def stats(self) -> Mapping[str, int]:
-        """num_running, num_waiting, num_free_blocks, num_preemptions."""
+        """num_running, num_waiting, num_free_blocks, num_preemptions, num_cached_tokens."""
 
     @abc.abstractmethod
     def check_integrity(self) -> None:
         """Raise IntegrityError when a block is owned twice, lost, or held by a request that is gone."""
-
-
-class Detokenizer(abc.ABC):
-    """Text of one request, token by token."""
-
-    @abc.abstractmethod
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain now; bytes of an unfinished character are held back."""
-
-    @abc.abstractmethod
-    def flush(self) -> str:
-        """What was held back; an unfinished character becomes U+FFFD."""
-
-
-class Tokenizer(abc.ABC):
-    """Text to ids and back."""
-
-    @property
-    @abc.abstractmethod
-    def vocab_size(self) -> int:
-        """Added tokens included."""
-
-    @property
-    @abc.abstractmethod
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    @abc.abstractmethod
-    def bos_token(self) -> str: ...
-
-    @property
-    @abc.abstractmethod
-    def eos_token(self) -> str: ...
-
-    @property
-    @abc.abstractmethod
-    def chat_template(self) -> str | None:
-        """The jinja source that came with the model."""
-
-    @abc.abstractmethod
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    @abc.abstractmethod
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    @abc.abstractmethod
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """Starts after the prompt, whose last bytes may be half a character."""
-
-
-class ChatTemplate(abc.ABC):
-    """Messages to prompt text."""
-
-    @abc.abstractmethod
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Raises RequestError for a template's own refusal, UnsupportedError when the model has no template."""
 
 
 class Engine(abc.ABC):
@@ -163,12 +178,26 @@ class Engine(abc.ABC):
         """Start the worker and get ready for requests."""
 
     @abc.abstractmethod
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, req_id: str | None = None) -> str:
-        """Queue a prompt and return its id. Raises RequestError: empty, longer than the context, id in use, …"""
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        req_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_identity: CacheIdentity | None = None,
+    ) -> str:
+        """Queue a prompt and return its id. Raises RequestError: empty, longer than the context, id in use, a grammar
+        that cannot be compiled, …"""
 
     @abc.abstractmethod
     def abort(self, req_id: str) -> None:
         """Drop a request; unknown ids are ignored."""
+
+    @abc.abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget every block that was kept for later requests. Nothing changes for those that run. Needed when what
+        the cache was computed with changes (weights, say); after the worker has slept the engine does it itself."""
 
     @abc.abstractmethod
     def step(self) -> list[RequestDelta]:
@@ -181,7 +210,8 @@ class Engine(abc.ABC):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_progress: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Complete all prompts, in their order. A prompt that is refused yields finish_reason "error" in its place.
+        """Complete all prompts, in their order; one with n > 1 has its n completions one after another. A prompt that
+        is refused yields finish_reason "error" in its place, once.
 
         On KeyboardInterrupt the unfinished ones among them are aborted before it is raised again.
         """

@@ -21,7 +21,14 @@ OPS = (
     "paged_attention",
     "decode_attention",
     "prefill_attention",
-    "apply_top_k_top_p",
+    "apply_penalties",
+    "apply_bad_words",
+    "apply_min_p",
+    "apply_top_n_sigma",
+    "apply_top_k_top_p_npu",
+    "apply_typical_p",
+    "apply_grammar_bitmask",
+    "compute_token_logprobs",
     "uniform_from_seed",
     "sample_from_probs",
 )
@@ -53,7 +60,14 @@ class Kernels(abc.ABC):
     paged_attention: PagedAttention
     decode_attention: DecodeAttention
     prefill_attention: PrefillAttention
-    apply_top_k_top_p: ApplyTopKTopP
+    apply_penalties: ApplyPenalties
+    apply_bad_words: ApplyBadWords
+    apply_min_p: ApplyMinP
+    apply_top_n_sigma: ApplyTopNSigma
+    apply_top_k_top_p_npu: ApplyTopKTopP
+    apply_typical_p: ApplyTypicalP
+    apply_grammar_bitmask: ApplyGrammarBitmask
+    compute_token_logprobs: ComputeTokenLogprobs
     uniform_from_seed: UniformFromSeed
     sample_from_probs: SampleFromProbs
 
@@ -165,11 +179,92 @@ class PrefillAttention(Protocol):
     ) -> torch.Tensor: ...
 
 
+class ApplyPenalties(Protocol):
+    """Penalises tokens that are there already."""
+
+    """float32 [N, V], in place. token_ids [N, W] int64: prompt, then output, -1 in unused columns; prompt_lens [N] says
+    where the output begins; presence, frequency, repetition [N] float32. Every token of the text: divided by repetition
+    if positive, else multiplied (Keskar et al., 2019, CTRL). Then, of output tokens only, minus frequency times the
+    count and minus presence (OpenAI's definition)."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        prompt_lens: torch.Tensor,
+        presence: torch.Tensor,
+        frequency: torch.Tensor,
+        repetition: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+class ApplyBadWords(Protocol):
+    """Bans the last token of a word where the text ends with the others."""
+
+    """float32 [N, V], in place. recent [N, P] int64: the latest P generated tokens, oldest first, -1 where there is
+    none (prompt tokens are none). Words of a row lie one after another in B columns: word_token_ids [N, B] int64 with
+    -1 unused, word_numbers [N, B] which word a token belongs to, counted from 0, word_distances [N, B] how many tokens
+    of its word come after it (0 for the last). A word of one token is always banned."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        recent: torch.Tensor,
+        word_token_ids: torch.Tensor,
+        word_numbers: torch.Tensor,
+        word_distances: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
+class ApplyMinP(Protocol):
+    """Bans tokens much less likely than the likeliest."""
+
+    """float32 [N, V], in place; min_p [N] float32 in 0..1: probabilities below min_p times the largest become 0."""
+
+    def __call__(self, logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor: ...
+
+
+class ApplyTopNSigma(Protocol):
+    """Bans logits far below the largest (Tang et al., 2024)."""
+
+    """float32 [N, V], in place; n [N] float32: logits below max - n * sigma become -inf, sigma being the (population)
+    standard deviation of the row's finite logits."""
+
+    def __call__(self, logits: torch.Tensor, n: torch.Tensor) -> torch.Tensor: ...
+
+
+class ApplyTypicalP(Protocol):
+    """Locally typical sampling (Meister et al., 2022)."""
+
+    """float32 [N, V], in place; p [N] float32 in (0, 1), 1: off. Keeps the smallest set of tokens whose surprise is
+    closest to the distribution's entropy and whose mass reaches p, at least one; tokens as close as the last one kept
+    are kept. Others become -inf."""
+
+    def __call__(self, logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor: ...
+
+
+class ApplyGrammarBitmask(Protocol):
+    """Bans tokens by bits."""
+
+    """float32 [N, V], in place; rows [M] int64: rows to mask; bitmask [M, ceil(V / 32)] int32: bit i % 32 of word
+    i // 32 is token i; 0 -> -inf."""
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor: ...
+
+
+class ComputeTokenLogprobs(Protocol):
+    """Log-probabilities of some tokens."""
+
+    """float32 [N, V], token_ids [N, C] int64 -> [N, C] float32: logit - logsumexp of the row; -inf for a banned one."""
+
+    def __call__(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor: ...
+
+
 class ApplyTopKTopP(Protocol):
     """Truncates distributions."""
 
-    """float32 [N, V], k [N] int (0 or V: off), p [N] float32 (1: off). Top-k keeps every logit tied with the k-th;
-    top-p then works on the renormalised rest and keeps the smallest set whose mass reaches p, at least one token;
+    """float32 [N, V], in place; k [N] int (0 or V: off), p [N] float32 (1: off). Top-k keeps every logit tied with the
+    k-th; top-p then works on the renormalised rest and keeps the smallest set whose mass reaches p, at least one token;
     tokens tied with the last one kept are kept. Others become -inf."""
 
     def __call__(self, logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor: ...

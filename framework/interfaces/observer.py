@@ -43,6 +43,9 @@ class StepHooks(abc.ABC):
     @abc.abstractmethod
     def output_ready(self, output: ModelRunnerOutput) -> None: ...
 
+    @abc.abstractmethod
+    def host_tokens_read(self, part: str) -> None: ...
+
     @property
     @abc.abstractmethod
     def failures(self) -> tuple[str, ...]:

@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
-from attrs import validators
+
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-def _optional(*checks: Any) -> Any:
-    return validators.optional(validators.and_(*checks))
-
-
-@attrs.frozen(kw_only=True)
-class SamplingParams:
-    """How a request is sampled and when it ends. None means: what the worker's sampler is configured to do.
-
-    temperature 0 is greedy; top_k 0 (or the vocabulary size) and top_p 1 are off.
-    """
-
-    temperature: float | None = attrs.field(default=None, validator=_optional(validators.ge(0.0)))
-    top_k: int | None = attrs.field(default=None, validator=_optional(validators.ge(0)))
-    top_p: float | None = attrs.field(default=None, validator=_optional(validators.gt(0.0), validators.le(1.0)))
-    seed: int | None = attrs.field(default=None, validator=_optional(validators.ge(0), validators.lt(2**63)))
-    max_tokens: int | None = attrs.field(default=None, validator=_optional(validators.ge(1)))
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -42,6 +22,7 @@ class NewRequest:
     token_ids: tuple[int, ...]  # everything that has to be computed: prompt, then tokens generated before a preemption
     prompt_len: int  # <= len(token_ids) = prefill_len
     sampling: SamplingParams
+    stop_ids: frozenset[int] = frozenset()  # every token that ends it, the model's own included
     block_ids: tuple[tuple[int, ...], ...]  # manager blocks for each KV-cache group
     num_computed_tokens: int = 0
 
@@ -85,12 +66,28 @@ class GrammarOutput:
     bitmask: np.ndarray  # [rows, ceil(V / 32)] int32, rows of a request follow each other, one a logits row
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class Logprobs:
+    """Log-probabilities at n positions, on the host. C columns: the token itself, the most likely ones in descending
+    order, the chosen ones in the order in which they were asked for."""
+
+    token_ids: np.ndarray  # [n, C] int64
+    logprobs: np.ndarray  # [n, C] float32
+    ranks: np.ndarray  # [n] int64, of the token itself: 1 + how many tokens are more likely
+    num_top: int  # how many of the columns are the most likely ones
+
+
 @attrs.frozen(kw_only=True)
 class ModelRunnerOutput:
-    """What a step produced; a partial prefill has an empty list."""
+    """What a step produced; a partial prefill has an empty list of tokens.
+
+    A sampled token of -1 says that no token was possible (or the logits were not finite); that request has failed.
+    """
 
     req_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: Mapping[str, Logprobs] = attrs.field(factory=dict)  # one position a sampled token
+    prompt_logprobs: Mapping[str, Logprobs] = attrs.field(factory=dict)  # of the prompt tokens that this step predicted
 
 
 class StepOutput(abc.ABC):

@@ -9,6 +9,7 @@ import attrs
 from workerkit.framework.interfaces.kv_cache import KVLayout
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
 from workerkit.framework.interfaces.runner import WorkerShape
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 
 @attrs.frozen(kw_only=True)
@@ -61,6 +62,15 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def layout(self) -> KVLayout:
         """Known after `initialize_kv_cache`."""
+
+    @property
+    def cache_generation(self) -> int:
+        """Grows whenever the KV cache has lost what was in it: who keeps blocks for later use must forget them then."""
+        return 0
+
+    @abc.abstractmethod
+    def check_request(self, params: SamplingParams) -> None:
+        """Raises RequestError for parameters that this worker's sampler cannot serve. After `initialize_kv_cache`."""
 
     @abc.abstractmethod
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:

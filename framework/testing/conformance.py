@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -24,8 +25,9 @@ from workerkit.framework.assembly import Assembly, assemble
 from workerkit.framework.hooks import STEP_HOOKS, hook_methods
 from workerkit.framework.interfaces.batch import BatchPlan, InputBatch
 from workerkit.framework.interfaces.graph import BatchDescriptor
-from workerkit.framework.interfaces.request import NewRequest, SamplingParams
+from workerkit.framework.interfaces.request import NewRequest
 from workerkit.framework.interfaces.sampling import SamplingContext
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.registry import Registry, Role
 from workerkit.framework.testing.fakes_batch import make_batch
 from workerkit.framework.testing.fakes_model import FAKE_VOCAB, fake_tokens
@@ -91,6 +93,19 @@ def decode_batch(slots: list[int], positions: list[int]) -> InputBatch:
     return make_batch(plan, positions, [[7]] * count, desc, torch.device("cpu"))
 
 
+NOTHING = SamplingParams(  # asks for nothing of any stage, and leaves nothing to a sampler's defaults
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    typical_p=1.0,
+    top_n_sigma=0.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+)
+
+
 class SamplerConformance(Conformance):
     """A token depends on the row's logits, the request's seed and the position; on nothing else."""
 
@@ -134,12 +149,38 @@ class SamplerConformance(Conformance):
         logits[0, 9] = 0.1
         assert [self._draw(part, logits, decode_batch([0], [p]))[0] for p in range(4, 20)] == [9] * 16
 
+    def test_a_row_without_a_possible_token_is_told_apart(self, part: Any) -> None:
+        """B117: NaN, or nothing but -inf, is -1; never a token, and no other row's business."""
+        for slot, temperature in enumerate((0.0, 1.0, 0.0, 1.0)):
+            part.add(slot, request(f"r{slot}", temperature=temperature))
+        logits = torch.zeros(4, FAKE_VOCAB)
+        logits[0], logits[1] = torch.nan, -torch.inf
+        drawn = self._draw(part, logits, decode_batch([0, 1, 2, 3], [4] * 4))
+        assert drawn[:2] == [-1, -1]
+        assert drawn[2] == 0, "of equally likely tokens the lowest id"
+        assert 0 <= drawn[3] < FAKE_VOCAB
+
 
 class SamplerStageConformance(Conformance):
-    """A stage leaves alone what does not use it, gives the same for a row in any batch, and never loses every token."""
+    """What a stage does to a row depends on nothing but that row's request; it never loses every token.
+
+    `using` is what makes a request use each stage, by its name: extend it for a stage of your own.
+    """
 
     role = roles.SAMPLER_STAGE
-    using: ClassVar[dict[str, Any]] = {"temperature": 0.5, "top_k": 3, "top_p": 0.7}  # what makes a request use it
+    using: ClassVar[dict[str, dict[str, Any]]] = {
+        "allowed_token_ids": {"allowed_token_ids": (3, 9, 200)},
+        "logit_bias": {"logit_bias": {3: 5.0, 9: -2.0}},
+        "min_tokens": {"min_tokens": 5},
+        "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5},
+        "bad_words": {"bad_words_token_ids": ((3,), (7, 8, 9))},
+        "temperature": {"temperature": 0.5},
+        "top_n_sigma": {"temperature": 1.0, "top_n_sigma": 1.0},
+        "min_p": {"temperature": 1.0, "min_p": 0.2},
+        "top_k_top_p": {"temperature": 1.0, "top_k": 3, "top_p": 0.7},
+        "typical_p": {"temperature": 1.0, "typical_p": 0.5},
+    }
+    text: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 7, 8)  # of every request; the prompt is the first four
 
     def make_config(self, name: str, registry: Registry) -> dict[str, Any]:
         """A real sampler with this stage alone."""
@@ -150,33 +191,60 @@ class SamplerStageConformance(Conformance):
         (stage,) = assembly.get_all(self.role)
         return stage
 
+    @pytest.fixture
+    def params(self, implementation: str) -> SamplingParams:
+        """What a request that uses the stage asks for, with nothing left unset."""
+        return attrs.evolve(NOTHING, **self.using.get(implementation, {}))
+
+    def _admit(self, part: Any, slots: list[int], params: SamplingParams) -> None:
+        for slot in slots:
+            new = attrs.evolve(request(f"r{slot}"), token_ids=self.text, sampling=params, stop_ids=frozenset({2, 5}))
+            part.add(slot, new)
+
     def _context(self, slots: list[int]) -> SamplingContext:
-        row = torch.tensor(slots)
-        return SamplingContext(slots=row, positions=row * 0 + 4, host_slots=np.array(slots))
+        rows = torch.tensor(slots)
+        text = torch.tensor([self.text] * len(slots))
+        return SamplingContext(
+            slots=rows,
+            positions=torch.full_like(rows, len(self.text) - 1),
+            prompt_lens=torch.full_like(rows, 4),
+            host_slots=np.array(slots),
+            text=lambda: text,
+        )
 
     def _logits(self, rows: int) -> torch.Tensor:
         return torch.randn(rows, FAKE_VOCAB, generator=torch.Generator().manual_seed(2))
 
-    def test_rows_that_do_not_use_it_are_left_as_they_are(self, part: Any) -> None:
-        off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        part.add(0, request("a", **self.using))
-        part.add(1, request("b", **off))
-        logits = self._logits(2)
-        assert torch.equal(part.apply(logits.clone(), self._context([0, 1]))[1], logits[1])
-        part.clear(0)
-        part.add(0, request("c", **off))
-        assert torch.equal(part.apply(logits.clone(), self._context([0, 1])), logits)
+    def test_a_request_that_asks_for_it_uses_it(self, part: Any, params: SamplingParams) -> None:
+        assert part.applies_to(params)
 
-    def test_a_row_is_the_same_alone_and_in_a_batch(self, part: Any) -> None:
-        for slot in range(3):
-            part.add(slot, request(f"r{slot}", **self.using))
+    def test_a_request_that_asks_for_nothing_does_not_use_it(self, part: Any) -> None:
+        assert not part.applies_to(NOTHING)
+
+    def test_it_declares_what_it_reads(self, part: Any, params: SamplingParams) -> None:
+        """A sampler refuses what no stage declares, so `params` must be served by this one."""
+        asked = {name for name, value in attrs.asdict(params).items() if value != getattr(NOTHING, name)}
+        assert asked - {"extra_args"} <= set(part.parameters)
+        assert set(params.extra_args) <= set(part.parameters)
+
+    def test_a_row_is_the_same_alone_and_in_a_batch(self, part: Any, params: SamplingParams) -> None:
+        self._admit(part, [0, 1, 2], params)
         logits = self._logits(3)
         whole = part.apply(logits.clone(), self._context([2, 0, 1]))
         for row, slot in enumerate([2, 0, 1]):
             assert torch.equal(part.apply(logits[row : row + 1].clone(), self._context([slot]))[0], whole[row])
 
-    def test_shape_type_and_at_least_one_token_are_kept(self, part: Any) -> None:
-        part.add(0, request(**self.using))
+    def test_slots_do_not_matter_and_forget(self, part: Any, params: SamplingParams) -> None:
+        logits = self._logits(1)
+        self._admit(part, [0], params)
+        first = part.apply(logits.clone(), self._context([0]))
+        part.clear(0)
+        self._admit(part, [5, 0], params)
+        for slot in (0, 5):
+            assert torch.equal(part.apply(logits.clone(), self._context([slot])), first)
+
+    def test_shape_type_and_at_least_one_token_are_kept(self, part: Any, params: SamplingParams) -> None:
+        self._admit(part, [0], params)
         result = part.apply(self._logits(1), self._context([0]))
         assert (result.shape, result.dtype) == ((1, FAKE_VOCAB), torch.float32)
         assert torch.isfinite(result).any()

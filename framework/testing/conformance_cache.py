@@ -13,6 +13,7 @@ from workerkit.framework import roles
 from workerkit.framework.assembly import Assembly
 from workerkit.framework.errors import CacheError, IntegrityError, RequestError
 from workerkit.framework.interfaces.batch import BatchPlan, InputBatch
+from workerkit.framework.interfaces.engine import EngineRequest
 from workerkit.framework.interfaces.graph import BatchDescriptor
 from workerkit.framework.interfaces.kv_cache import (
     AttentionLayer,
@@ -24,7 +25,7 @@ from workerkit.framework.interfaces.kv_cache import (
     RowBlockTables,
     SlotBlockTables,
 )
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.registry import Registry
 from workerkit.framework.testing.conformance import Conformance, decode_batch, request
 from workerkit.framework.testing.fakes_batch import FakeAttention, make_batch
@@ -234,7 +235,8 @@ class SchedulerConformance(Conformance):
         for step in range(2000):
             if arriving and step % 3 == 0:
                 req_id = arriving.pop(0)
-                part.add(req_id, prompts[int(req_id[1:])], params, frozenset())
+                prompt = tuple(prompts[int(req_id[1:])])
+                part.add(EngineRequest(req_id=req_id, prompt_token_ids=prompt, params=params))
                 tokens[req_id] = []
             if step in (20, 40):
                 aborted.add(victim := next(r for r in tokens if r not in aborted and len(tokens[r]) < 20))
@@ -248,8 +250,8 @@ class SchedulerConformance(Conformance):
             answer = worker.execute_model(output)
             if answer is None:
                 answer = worker.sample_tokens().get()
-            for req_id, (new, _) in part.update(output, answer).items():
-                tokens[req_id].extend(new)
+            for req_id, progress in part.update(output, answer).items():
+                tokens[req_id].extend(progress.token_ids)
             part.check_integrity()
             worker.check_integrity()
         else:

@@ -358,3 +358,8 @@ class FakeObserver(Observer):
     def output_ready(self) -> None:
         """See StepSpec."""
         self.seen.append("output_ready")
+
+    @hookimpl
+    def host_tokens_read(self) -> None:
+        """See StepSpec."""
+        self.seen.append("host_tokens_read")

@@ -1,23 +1,22 @@
-"""Fakes around a runner, and a runner itself: worker, scheduler, tokenizer, chat template and engine."""
+"""Fakes around a runner, and a runner itself: scheduler and engine."""
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from workerkit.framework.errors import RequestError, StageError
 from workerkit.framework.interfaces.engine import (
-    ChatTemplate,
+    CacheIdentity,
     Completion,
-    Detokenizer,
     Engine,
+    EngineRequest,
     EngineStats,
     FinishReason,
+    Progress,
     Prompt,
     RequestDelta,
     Scheduler,
-    Tokenizer,
 )
 from workerkit.framework.interfaces.kv_cache import KVLayout
 from workerkit.framework.interfaces.request import (
@@ -25,14 +24,15 @@ from workerkit.framework.interfaces.request import (
     GrammarOutput,
     ModelRunnerOutput,
     NewRequest,
-    SamplingParams,
     SchedulerOutput,
     StepOutput,
 )
 from workerkit.framework.interfaces.runner import ModelRunner, WorkerShape
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.stages import Later
+from workerkit.framework.interfaces.text import ChatTemplate, Detokenizer, Tokenizer
 from workerkit.framework.interfaces.worker import Worker
-from workerkit.framework.testing.fakes_model import FAKE_VOCAB, fake_tokens
+from workerkit.framework.testing.fakes_model import fake_tokens
 
 
 class Answer(StepOutput):
@@ -99,7 +99,7 @@ class FakeScheduler(Scheduler):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._waiting: list[NewRequest] = []
-        self._running: dict[str, tuple[NewRequest, frozenset[int], list[int]]] = {}
+        self._running: dict[str, tuple[NewRequest, list[int]]] = {}
         self._finished: set[str] = set()
         self._free: list[int] | None = None
 
@@ -107,20 +107,21 @@ class FakeScheduler(Scheduler):
     def max_in_flight(self) -> int:
         return 1
 
-    def add(
-        self, req_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]
-    ) -> None:
+    def add(self, request: EngineRequest) -> None:
         new = NewRequest(
-            req_id=req_id,
-            token_ids=tuple(prompt_token_ids),
-            prompt_len=len(prompt_token_ids),
-            sampling=params,
+            req_id=request.req_id,
+            token_ids=request.prompt_token_ids,
+            prompt_len=len(request.prompt_token_ids),
+            sampling=request.params,
+            stop_ids=request.stop_ids,
             block_ids=(),
         )
+        if new.req_id in self._running:
+            raise RequestError(f"request id {new.req_id!r} is in use")
         if new.prompt_len >= self._worker.shape.max_model_len or self._blocks(new) >= self._worker.layout.num_blocks:
-            raise RequestError(f"request {req_id!r} can never fit")
+            raise RequestError(f"request {new.req_id!r} can never fit")
         self._waiting.append(new)
-        self._running[req_id] = (new, stop_ids | set(params.stop_token_ids), [])
+        self._running[new.req_id] = (new, [])
 
     def _blocks(self, new: NewRequest) -> int:
         longest = min(new.prompt_len + (new.sampling.max_tokens or 16), self._worker.shape.max_model_len)
@@ -133,7 +134,7 @@ class FakeScheduler(Scheduler):
         return True
 
     def _end(self, req_id: str) -> None:
-        new, _, _ = self._running.pop(req_id)
+        new, _ = self._running.pop(req_id)
         if self._waiting and new in self._waiting:
             self._waiting.remove(new)
         else:
@@ -144,7 +145,7 @@ class FakeScheduler(Scheduler):
     def schedule(self) -> SchedulerOutput:
         if self._free is None:
             self._free = list(range(1, self._worker.layout.num_blocks))
-        old = [new for new, _, _ in self._running.values() if new not in self._waiting]
+        old = [new for new, _ in self._running.values() if new not in self._waiting]
         admitted: list[NewRequest] = []
         room = self._worker.shape.max_num_reqs - len(old)
         budget = self._worker.shape.max_num_batched_tokens - len(old)
@@ -160,12 +161,13 @@ class FakeScheduler(Scheduler):
                 token_ids=new.token_ids,
                 prompt_len=new.prompt_len,
                 sampling=new.sampling,
+                stop_ids=new.stop_ids,
                 block_ids=(blocks,),
             )
             admitted.append(placed)
-            self._running[new.req_id] = (placed, *self._running[new.req_id][1:])
+            self._running[new.req_id] = (placed, self._running[new.req_id][1])
         cached = [
-            CachedRequest(req_id=r.req_id, num_computed_tokens=r.prompt_len + len(self._running[r.req_id][2]) - 1)
+            CachedRequest(req_id=r.req_id, num_computed_tokens=r.prompt_len + len(self._running[r.req_id][1]) - 1)
             for r in old
         ]
         finished, self._finished = frozenset(self._finished), set()
@@ -176,24 +178,27 @@ class FakeScheduler(Scheduler):
             finished_req_ids=finished,
         )
 
-    def update(
-        self, scheduled: SchedulerOutput, output: ModelRunnerOutput
-    ) -> Mapping[str, tuple[tuple[int, ...], FinishReason | None]]:
-        result: dict[str, tuple[tuple[int, ...], FinishReason | None]] = {}
+    def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> Mapping[str, Progress]:
+        result: dict[str, Progress] = {}
         for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
             if req_id not in self._running:
                 continue
-            new, stop_ids, so_far = self._running[req_id]
+            new, so_far = self._running[req_id]
             so_far.extend(tokens)
             reason: FinishReason | None = None
-            if tokens[-1] in stop_ids and not new.sampling.ignore_eos:
+            if tokens[-1] < 0:
+                tokens, reason = tokens[:-1], "error"
+            elif tokens[-1] in new.stop_ids:
                 tokens, reason = tokens[:-1], "stop"
             elif len(so_far) >= min(new.sampling.max_tokens or 16, self._worker.shape.max_model_len - new.prompt_len):
                 reason = "length"
             if reason:
                 self._end(req_id)
-            result[req_id] = (tokens, reason)
+            result[req_id] = Progress(token_ids=tokens, finish_reason=reason)
         return result
+
+    def reset_prefix_cache(self) -> None:
+        """It keeps no block for later."""
 
     @property
     def has_requests(self) -> bool:
@@ -211,67 +216,15 @@ class FakeScheduler(Scheduler):
             "num_waiting": len(self._waiting),
             "num_free_blocks": free,
             "num_preemptions": 0,
+            "num_cached_tokens": 0,
         }
 
     def check_integrity(self) -> None:
         """Nothing is shared that could go wrong."""
 
 
-class _Bytes(Detokenizer):
-    def __init__(self, prompt: bytes) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._decoder.decode(prompt)
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        return self._decoder.decode(bytes(t for t in token_ids if t < 256))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class FakeTokenizer(Tokenizer):
-    """Bytes of UTF-8; 256 begins a text, 257 ends one."""
-
-    @property
-    def vocab_size(self) -> int:
-        return FAKE_VOCAB
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return (257,)
-
-    @property
-    def bos_token(self) -> str:
-        return "<s>"
-
-    @property
-    def eos_token(self) -> str:
-        return "</s>"
-
-    @property
-    def chat_template(self) -> str | None:
-        return None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [*([256] if add_special_tokens else []), *text.encode()]
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
-
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        return _Bytes(bytes(t for t in prompt_token_ids if t < 256))
-
-
-class FakeChatTemplate(ChatTemplate):
-    """`role: content`, a line each."""
-
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return "".join([*lines, "assistant:" if add_generation_prompt else ""])
-
-
 class FakeEngine(Engine):
-    """One step at a time, text at the end."""
+    """One step at a time, text at the end. One completion a request, and no log-probabilities."""
 
     def __init__(
         self, worker: Worker, scheduler: Later[Scheduler], tokenizer: Tokenizer, chat_template: Later[ChatTemplate]
@@ -288,19 +241,42 @@ class FakeEngine(Engine):
     def start(self, progress: bool = False) -> None:
         self._worker.start()
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, req_id: str | None = None) -> str:
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        req_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_identity: CacheIdentity | None = None,
+    ) -> str:
         ids = tuple(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not ids:
             raise RequestError("the prompt is empty")
         self._count += 1
         req_id = req_id or f"fake-{self._count}"
-        self._scheduler().add(req_id, ids, params or SamplingParams(), frozenset(self._tokenizer.eos_token_ids))
+        params = params or SamplingParams()
+        self._worker.check_request(params)
+        eos_ids = () if params.ignore_eos else self._tokenizer.eos_token_ids
+        self._scheduler().add(
+            EngineRequest(
+                req_id=req_id,
+                prompt_token_ids=ids,
+                params=params,
+                stop_ids=frozenset((*params.stop_token_ids, *eos_ids)),
+                priority=priority,
+                cache_identity=cache_identity or CacheIdentity(),
+            )
+        )
         self._prompts[req_id], self._texts[req_id] = ids, self._tokenizer.detokenizer(ids)
         return req_id
 
     def abort(self, req_id: str) -> None:
         self._scheduler().abort(req_id)
         self._prompts.pop(req_id, None)
+
+    def reset_prefix_cache(self) -> None:
+        self._scheduler().reset_prefix_cache()
 
     def step(self) -> list[RequestDelta]:
         scheduled = self._scheduler().schedule()
@@ -309,7 +285,8 @@ class FakeEngine(Engine):
         if output is None:
             output = self._worker.sample_tokens().get()
         deltas = []
-        for req_id, (tokens, reason) in self._scheduler().update(scheduled, output).items():
+        for req_id, progress in self._scheduler().update(scheduled, output).items():
+            tokens, reason = progress.token_ids, progress.finish_reason
             text = self._texts[req_id].push(tokens)
             if reason:
                 text += self._texts.pop(req_id).flush()

@@ -24,11 +24,15 @@ from workerkit.framework.interfaces.sampling import (
     Speculator,
     VerifyBudget,
 )
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.testing.fakes_model import FAKE_SALT, FAKE_VOCAB, next_token
 
 
 class FakeStage(SamplerStage):
     """Leaves the logits alone."""
+
+    def applies_to(self, params: SamplingParams) -> bool:
+        return True
 
     def apply(self, logits: torch.Tensor, context: SamplingContext) -> torch.Tensor:
         return logits
@@ -41,7 +45,8 @@ class FakeSampler(Sampler):
         return logits
 
     def draw(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
-        return logits.argmax(dim=-1)
+        largest, tokens = logits.max(dim=-1)
+        return tokens.masked_fill(~largest.isfinite(), -1)
 
 
 class FakeRejection(RejectionSampler):
@@ -104,7 +109,9 @@ class FakeDraft(DraftModel):
 class FakeGrammar(Grammar):
     """Bit by bit."""
 
-    def apply(self, logits: torch.Tensor, batch: InputBatch, grammar: GrammarOutput) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, batch: InputBatch, grammar: GrammarOutput | None) -> torch.Tensor:
+        if grammar is None:
+            return logits
         masks = iter(grammar.bitmask)
         for req_id in grammar.req_ids:
             row = batch.req_ids.index(req_id)

@@ -16,6 +16,7 @@ from workerkit.framework.testing import (
     fakes_model,
     fakes_sampling,
     fakes_states,
+    fakes_text,
     fakes_worker,
 )
 
@@ -67,8 +68,9 @@ class FakesPlugin:
             (roles.OBSERVERS, fakes.FakeObserver),
             (roles.WORKER, fakes_worker.FakeWorker),
             (roles.SCHEDULER, fakes_engine.FakeScheduler),
-            (roles.TOKENIZER, fakes_engine.FakeTokenizer),
-            (roles.CHAT_TEMPLATE, fakes_engine.FakeChatTemplate),
+            (roles.TOKENIZER, fakes_text.FakeTokenizer),
+            (roles.CHAT_TEMPLATE, fakes_text.FakeChatTemplate),
+            (roles.STRUCTURED_OUTPUTS, fakes_text.FakeStructuredOutputs),
             (roles.ENGINE, fakes_engine.FakeEngine),
         )
         for role, factory in parts:

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from workerkit.kernels.cpu.attention import decode_attention, prefill_attention
+from workerkit.kernels.cpu.bitmask import apply_grammar_bitmask
 from workerkit.kernels.cpu.cache import reshape_and_cache
 from workerkit.kernels.cpu.norm import fused_add_rms_norm, rms_norm
+from workerkit.kernels.cpu.penalties import apply_bad_words, apply_penalties
 from workerkit.kernels.cpu.projection import linear
 from workerkit.kernels.cpu.rope import rotary_embedding
-from workerkit.kernels.cpu.sampling import apply_top_k_top_p
+from workerkit.kernels.cpu.sampling import sample_from_probs
+from workerkit.kernels.cpu.softmax import compute_token_logprobs
+from workerkit.kernels.cpu.truncation import apply_min_p, apply_top_k_top_p_npu, apply_top_n_sigma, apply_typical_p
 
 OPS: dict[str, Callable[..., Any]] = {
     "linear": linear,
@@ -20,5 +24,13 @@ OPS: dict[str, Callable[..., Any]] = {
     "reshape_and_cache": reshape_and_cache,
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
-    "apply_top_k_top_p": apply_top_k_top_p,
+    "apply_penalties": apply_penalties,
+    "apply_bad_words": apply_bad_words,
+    "apply_min_p": apply_min_p,
+    "apply_top_n_sigma": apply_top_n_sigma,
+    "apply_top_k_top_p_npu": apply_top_k_top_p_npu,
+    "apply_typical_p": apply_typical_p,
+    "apply_grammar_bitmask": apply_grammar_bitmask,
+    "compute_token_logprobs": compute_token_logprobs,
+    "sample_from_probs": sample_from_probs,
 }

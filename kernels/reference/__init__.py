@@ -7,11 +7,20 @@ from typing import Any
 
 from workerkit.kernels.reference.activation import silu_and_mul
 from workerkit.kernels.reference.attention import decode_attention, paged_attention, prefill_attention
+from workerkit.kernels.reference.bitmask import apply_grammar_bitmask
 from workerkit.kernels.reference.cache import reshape_and_cache
+from workerkit.kernels.reference.logprobs import compute_token_logprobs
 from workerkit.kernels.reference.norm import fused_add_rms_norm, rms_norm
+from workerkit.kernels.reference.penalties import apply_bad_words, apply_penalties
 from workerkit.kernels.reference.projection import linear
 from workerkit.kernels.reference.rope import rotary_embedding
-from workerkit.kernels.reference.sampling import apply_top_k_top_p, sample_from_probs, uniform_from_seed
+from workerkit.kernels.reference.sampling import sample_from_probs, uniform_from_seed
+from workerkit.kernels.reference.truncation import (
+    apply_min_p,
+    apply_top_k_top_p_npu,
+    apply_top_n_sigma,
+    apply_typical_p,
+)
 
 OPS: dict[str, Callable[..., Any]] = {
     "linear": linear,
@@ -23,7 +32,14 @@ OPS: dict[str, Callable[..., Any]] = {
     "paged_attention": paged_attention,
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
-    "apply_top_k_top_p": apply_top_k_top_p,
+    "apply_penalties": apply_penalties,
+    "apply_bad_words": apply_bad_words,
+    "apply_min_p": apply_min_p,
+    "apply_top_n_sigma": apply_top_n_sigma,
+    "apply_top_k_top_p_npu": apply_top_k_top_p_npu,
+    "apply_typical_p": apply_typical_p,
+    "apply_grammar_bitmask": apply_grammar_bitmask,
+    "compute_token_logprobs": compute_token_logprobs,
     "uniform_from_seed": uniform_from_seed,
     "sample_from_probs": sample_from_probs,
 }

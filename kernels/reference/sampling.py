@@ -1,42 +1,11 @@
-"""From logits to tokens: truncation, a hash that serves as random source, and the inverse CDF."""
+"""Random numbers from a hash, and the inverse CDF."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
-
-def apply_top_k_top_p(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """float32 [N, V], k [N] int (0 or V: off), p [N] float32 (1: off). Top-k keeps every logit tied with the k-th;
-    top-p then works on the renormalised rest and keeps the smallest set whose mass reaches p, at least one token;
-    tokens tied with the last one kept are kept. Others become -inf."""
-    if k is None and p is None:
-        return logits
-    descending = logits.sort(dim=-1, descending=True).values
-    threshold = truncation_threshold(descending, logits.shape[-1], k, p)
-    return logits.masked_fill(logits < threshold, float("-inf"))
-
-
-def truncation_threshold(
-    descending: torch.Tensor, vocab_size: int, k: torch.Tensor | None, p: torch.Tensor | None
-) -> torch.Tensor:
-    """The smallest logit that `apply_top_k_top_p` keeps in each row, [N, 1]; -inf in a row that uses neither.
-
-    `descending` [N, M] holds the largest logits of each row in order; M < vocab_size serves when every row's k and
-    the ties of its k-th logit lie within M. The prefix sum is taken in order, so both give the same bits.
-    """
-    threshold = torch.full_like(descending[:, :1], float("-inf"))
-    if k is not None:
-        k = k.long()[:, None]
-        on = (k > 0) & (k < vocab_size)
-        kth = descending.gather(-1, torch.where(on, k - 1, 0))
-        threshold = torch.where(on, kth, threshold)
-    if p is not None:
-        p = p[:, None]
-        weights = (descending.double() - descending[:, :1].double()).exp().masked_fill(descending < threshold, 0.0)
-        mass = weights.cumsum(-1)
-        last = (mass < p.double() * mass[:, -1:]).sum(-1, keepdim=True)  # the first token with which the mass reaches p
-        threshold = torch.where(p < 1, torch.maximum(descending.gather(-1, last), threshold), threshold)
-    return threshold
+_BLOCK = 128  # tokens
 
 
 def _signed(value: int) -> int:
@@ -71,8 +40,31 @@ def uniform_from_seed(seeds: torch.Tensor, positions: torch.Tensor, stream: int)
 def sample_from_probs(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse CDF. probs [N, V] float32 (rows need not be normalised), uniform [N] -> [N] int64; never a token of
     probability 0. A row without any mass, or with NaN, yields some id below V."""
-    cdf = probs.double().cumsum(-1)
-    total = cdf[:, -1:].contiguous()
-    token = torch.searchsorted(cdf, uniform.double()[:, None] * total, right=True)
-    last = torch.searchsorted(cdf, total)  # the product above may round up to the total
-    return torch.minimum(token, last).clamp(max=probs.shape[-1] - 1).squeeze(-1)
+    blocks = blocks_of(probs)
+    return sample_from_blocks(blocks, blocks.double().sum(-1), uniform).clamp(max=probs.shape[-1] - 1)
+
+
+def blocks_of(probs: torch.Tensor) -> torch.Tensor:
+    """[N, V] -> [N, blocks, 128], zeros behind the vocabulary."""
+    missing = -probs.shape[-1] % _BLOCK
+    return (F.pad(probs, (0, missing)) if missing else probs).view(len(probs), -1, _BLOCK)
+
+
+def sample_from_blocks(blocks: torch.Tensor, sums: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """`sample_from_probs` given the float64 sum of every block, [N, blocks].
+
+    The CDF is summed in float64, of blocks first and then within the block that holds the token: a tenth of the work,
+    and sums of a fixed length, which do not depend on the other rows or on how they are shared among threads.
+    """
+    ends = F.pad(sums.cumsum(-1), (1, 0))  # [N, 1 + blocks], the CDF at the edges of the blocks
+    target = uniform.double()[:, None] * ends[:, -1:]
+    block = _first_above(ends[:, 1:].contiguous(), target)
+    within = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double().cumsum(-1)
+    return (block * _BLOCK + _first_above(within, target - ends.gather(-1, block)))[:, 0]
+
+
+def _first_above(cdf: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Where a CDF [N, M] first exceeds the target [N, 1]; where it ends to rise if rounding put the target past it."""
+    where = torch.searchsorted(cdf, target, right=True)
+    end = torch.searchsorted(cdf, cdf[:, -1:].contiguous())
+    return torch.minimum(where, end).clamp(max=cdf.shape[-1] - 1)

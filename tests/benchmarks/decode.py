@@ -19,7 +19,7 @@ import torch
 from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
 from workerkit.framework.interfaces.model import LoadedModel
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.plugins import load_plugins
 
 PROMPT, NEW = 32, 128

@@ -113,7 +113,7 @@ def test_an_implementation_whose_package_is_absent_is_skipped_by_name(pytester):
         """
     )
     result = pytester.runpytest("-rs", "-q")
-    assert result.parseoutcomes() == {"skipped": 4}
+    assert result.parseoutcomes() == {"skipped": 5}
     result.stdout.fnmatch_lines(["*sampler: 'elsewhere' needs the package no_such_module*"])
 
 

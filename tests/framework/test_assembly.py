@@ -14,8 +14,8 @@ from workerkit.framework.hooks import hookimpl
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.kv_cache import KVLayout, RowBlockTables
 from workerkit.framework.interfaces.model import LoadedModel, ModelLibrary, ModelLoader
-from workerkit.framework.interfaces.request import SamplingParams
 from workerkit.framework.interfaces.sampling import Sampler
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.stages import KVStage, Later
 from workerkit.framework.testing.fakes_model import FakeLibrary, FakeLoader, fake_tokens
 from workerkit.framework.testing.fakes_sampling import FakeSampler

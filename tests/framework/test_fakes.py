@@ -6,7 +6,7 @@ import pytest
 
 from workerkit.framework import roles
 from workerkit.framework.errors import ConfigError
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.testing.fakes_model import fake_tokens
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

@@ -10,13 +10,8 @@ import torch
 from workerkit.framework import roles
 from workerkit.framework.errors import StageError
 from workerkit.framework.interfaces.model import LoadedModel
-from workerkit.framework.interfaces.request import (
-    CachedRequest,
-    GrammarOutput,
-    NewRequest,
-    SamplingParams,
-    SchedulerOutput,
-)
+from workerkit.framework.interfaces.request import CachedRequest, GrammarOutput, NewRequest, SchedulerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.testing.fakes_model import FAKE_VOCAB, fake_tokens
 from workerkit.framework.testing.recording import Recorder
 from workerkit.framework.testing.registry import fake_config
@@ -52,13 +47,18 @@ STEP = [
     "kv_connector.wait_saved",
     "pcp.restore",
     "network.compute_logits",
+    "sampler.raw",
+    "grammar.apply",
     "sampler.process",
     "sampler.draw",
     "pipeline.broadcast",
+    "sampler.logprobs",
+    "sampler.prompt_logprobs",
     "device.copy_to_host",
     "device.copy_to_host",
     "observers[0].tokens_sampled",
     "request_state.commit",
+    "sampler.commit",
     "model_state.commit",
     "speculator.propose",
     "verify_budget.trim",

@@ -8,8 +8,9 @@ from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import ConfigError
 from workerkit.framework.interfaces.kernels import KernelLibrary
 from workerkit.framework.interfaces.model import LoadedModel
-from workerkit.framework.interfaces.request import NewRequest, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.sampling import Sampler
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.plugins import load_plugins
 
 CONFIG = {

@@ -6,8 +6,9 @@ import torch
 
 from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.engine import EngineRequest
 from workerkit.framework.interfaces.sampling import Sampler
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 SMALL = {
     "vocab_size": 128,
@@ -80,12 +81,13 @@ def serve(assembly, prompts, count):
         scheduler = other.get(roles.SCHEDULER)
         tokens = {str(i): [] for i in range(len(prompts))}
         for i, prompt in enumerate(prompts):
-            scheduler.add(str(i), prompt, SamplingParams(max_tokens=count), frozenset())
+            params = SamplingParams(max_tokens=count)
+            scheduler.add(EngineRequest(req_id=str(i), prompt_token_ids=tuple(prompt), params=params))
         while scheduler.has_work:
             output = scheduler.schedule()
             if worker.execute_model(output) is None:
-                for req_id, (new, _) in scheduler.update(output, worker.sample_tokens().get()).items():
-                    tokens[req_id].extend(new)
+                for req_id, progress in scheduler.update(output, worker.sample_tokens().get()).items():
+                    tokens[req_id].extend(progress.token_ids)
     return [(tokens[req_id], torch.stack(recording.rows[req_id])) for req_id in tokens]
 
 

@@ -10,7 +10,7 @@ import torch
 from oracles import KERNEL_ERROR, first_difference
 from real_prompts import real_prompts
 
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.real
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)

@@ -34,7 +34,8 @@ BANNING = """
 GENERATE = """
 import sys
 import workerkit.framework.assembly as assembly
-from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SchedulerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 worker = assembly.assemble(sys.argv[1]).worker
 worker.start()

@@ -12,9 +12,10 @@ from workerkit.components.buffers.upload import operand
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.graph import BatchDescriptor
 from workerkit.framework.interfaces.kv_cache import KVCacheGroup, KVCacheSpec, KVLayout
-from workerkit.framework.interfaces.request import NewRequest, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling import SamplerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 CONTEXT = DeviceContext(device=torch.device("cpu"), dtype=torch.float32)
 SHAPE = WorkerShape(

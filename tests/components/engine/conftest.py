@@ -1,10 +1,16 @@
 """A deterministic worker: a token is a hash of everything before it, read back from a cache through the block tables.
 
-Whatever a scheduler does wrong (a block shared, a position skipped, a token lost) trips an assert or changes tokens.
+The cache is a shadow of the real one: it records for every slot of every block from which exact prefix its key and
+value were computed, and each scheduled token asserts that its whole context is there. Whatever a scheduler does wrong
+(a block shared that may not be, a position skipped, a token lost, a shared block written) trips an assert or changes
+tokens.
 """
+
+from collections import Counter
 
 import pytest
 
+from workerkit.framework.interfaces.engine import CacheIdentity
 from workerkit.framework.interfaces.kv_cache import KVCacheGroup, KVCacheSpec, KVLayout
 from workerkit.framework.interfaces.request import ModelRunnerOutput, StepOutput
 from workerkit.framework.interfaces.runner import WorkerShape
@@ -48,12 +54,26 @@ def make_shape(max_model_len=64, max_num_reqs=4, max_num_batched_tokens=16, voca
 
 
 class HeldRequest:
-    def __init__(self, new):
+    def __init__(self, new, identity):
+        self.identity = identity
+        self.prefixes = []
         self.tokens = list(new.token_ids)
         self.prefill_len = new.prefill_len
         self.seed = new.sampling.seed
         self.blocks = [list(ids) for ids in new.block_ids]
-        self.num_computed = 0
+        self.num_computed = new.num_computed_tokens
+
+    def prefix(self, position):
+        """All that the key and value at a position depend on; the salt too, although they do not."""
+        while len(self.prefixes) <= position:
+            end = len(self.prefixes) + 1
+            spans = tuple(
+                (span.start + offset, span.digest, offset)
+                for span in self.identity.multimodal
+                for offset in range(min(span.length, end - span.start))
+            )
+            self.prefixes.append((self.identity.salt, self.identity.lora, tuple(self.tokens[:end]), spans))
+        return self.prefixes[position]
 
 
 class FakeStep(StepOutput):
@@ -72,7 +92,9 @@ class PrefixWorker(Worker):
         self._shape, self._layout = shape, layout
         self.fault, self.tamper = fault, tamper
         self.requests = {}
-        self.cache = {}  # (group, block, offset) -> token
+        self.cache = {}  # (group, block, offset) -> the prefix it was computed from
+        self.identities = {}  # req_id -> CacheIdentity, where it is not the plain one
+        self.num_copies = 0
         self.uncollected = []
         self.pending = None
         self.outputs = []
@@ -89,8 +111,12 @@ class PrefixWorker(Worker):
         self.calls.append("shutdown")
 
     def check_integrity(self):
-        held = [block for r in self.requests.values() for have in r.blocks for block in have]
-        assert len(held) == len(set(held))
+        for request in self.requests.values():
+            held = [block for have in request.blocks for block in have]
+            assert len(held) == len(set(held))
+
+    def check_request(self, params):
+        """Whatever it is: only the seed counts."""
 
     def check_health(self):
         return Health()
@@ -107,16 +133,20 @@ class PrefixWorker(Worker):
         if self.fault is not None:
             self.fault(output)
         assert not output.blocks_to_zero
-        assert not output.block_copies
         assert not output.finished_req_ids & output.preempted_req_ids
         for req_id in output.finished_req_ids | output.preempted_req_ids:
             del self.requests[req_id]  # KeyError: the worker never knew it
+        holders = Counter(block for r in self.requests.values() for have in r.blocks for block in have)
+        self._copy(output)
         for new in output.new_requests:
             assert new.req_id not in self.requests
-            assert new.num_computed_tokens == 0
+            assert 0 <= new.num_computed_tokens < new.prefill_len
             assert new.prompt_len <= new.prefill_len
-            self._check_handed_out(new.block_ids)
-            self.requests[new.req_id] = HeldRequest(new)
+            copied = {target for _, target in output.block_copies}
+            num_shared = [new.num_computed_tokens // size for size in self.layout.block_sizes]
+            fresh = [ids[count:] for ids, count in zip(new.block_ids, num_shared, strict=True)]
+            self._check_handed_out(fresh, copied)
+            self.requests[new.req_id] = HeldRequest(new, self.identities.get(new.req_id, CacheIdentity()))
         assert len(self.requests) <= self.shape.max_num_reqs
         for cached in output.cached_requests:
             request = self.requests[cached.req_id]
@@ -137,56 +167,89 @@ class PrefixWorker(Worker):
         if not rows:
             return ModelRunnerOutput()
         drafts = output.scheduled_drafts
-        sampled = tuple(self._run(r, output.num_scheduled_tokens[r], drafts.get(r, 0)) for r in rows)
+        counts = output.num_scheduled_tokens
+        for r in rows:  # all of a step is written before anyone attends to it
+            self._write_known(self.requests[r], counts[r] - drafts.get(r, 0), holders)
+        sampled = tuple(self._run(r, counts[r], drafts.get(r, 0)) for r in rows)
         blocks = {block for r in rows for have in self.requests[r].blocks for block in have}
         self.pending = ModelRunnerOutput(req_ids=tuple(rows), sampled_token_ids=sampled), blocks
         return None
 
-    def _check_handed_out(self, block_ids):
-        """New blocks are in the pool's range, and no step that the host has not collected may still write them."""
+    def _copy(self, output):
+        """All sources are read before any destination is written; each destination is a new block."""
+        handed_out = {block for new in output.new_requests for ids in new.block_ids for block in ids}
+        targets = [target for _, target in output.block_copies]
+        assert len(targets) == len(set(targets))
+        assert handed_out.issuperset(targets)
+        sources = {source for source, _ in output.block_copies}
+        read = {block: {k: v for k, v in self.cache.items() if k[1] == block} for block in sources}
+        for source, target in output.block_copies:
+            assert read[source]
+            self._wipe(target)
+            self.cache |= {(group, target, offset): v for (group, _, offset), v in read[source].items()}
+        self.num_copies += len(output.block_copies)
+
+    def _wipe(self, block):
+        for group, size in enumerate(self.layout.block_sizes):
+            for offset in range(size):
+                self.cache.pop((group, block, offset), None)
+
+    def _check_handed_out(self, block_ids, copied=()):
+        """New blocks are in the pool's range, and no step that the host has not collected may still write them. What
+        was in them before is of no use to anyone."""
         for have in block_ids:
             for block in have:
                 assert 1 <= block < self.layout.num_blocks
                 assert all(block not in step.blocks for step in self.uncollected)
+                if block not in copied:
+                    self._wipe(block)
 
     def _slot(self, request, group, position):
         size = self.layout.block_sizes[group]
         return group, request.blocks[group][position // size], position % size
 
-    def _write(self, request, position, token):
+    def _write(self, request, position, value):
         assert position < self.shape.max_model_len
         for group in range(len(self.layout.groups)):
-            self.cache[self._slot(request, group, position)] = token
+            self.cache[self._slot(request, group, position)] = value
+
+    def _write_known(self, request, count, holders):
+        start, end = request.num_computed, request.num_computed + count
+        assert end <= len(request.tokens)
+        for position in range(start, end):
+            for group in range(len(self.layout.groups)):
+                block = self._slot(request, group, position)[1]
+                assert holders[block] <= 1, f"block {block} is written, but another request has it"
+            self._write(request, position, request.prefix(position))
 
     def _sample(self, request, length):
         """From the cache alone, and the same from each group."""
-        prefixes = {
-            tuple(self.cache[self._slot(request, group, position)] for position in range(length))
-            for group in range(len(self.layout.groups))
-        }
-        (prefix,) = prefixes
+        for position in range(length):
+            right = request.prefix(position)
+            for group in range(len(self.layout.groups)):
+                assert self.cache.get(self._slot(request, group, position)) == right
+        prefix = self.cache[self._slot(request, 0, length - 1)][2]
         return next_token(prefix, request.seed, self.shape.vocab_size)
 
     def _run(self, req_id, count, num_drafts):
         request = self.requests[req_id]
-        start, end = request.num_computed, request.num_computed + count - num_drafts
-        assert end <= len(request.tokens)
+        end = request.num_computed + count - num_drafts
         assert not num_drafts or end == len(request.tokens) > request.prefill_len
-        for position in range(start, end):
-            self._write(request, position, request.tokens[position])
         request.num_computed = end
+        token = self._sample(request, end)  # a partial prefill, too, attends to its whole context
         if end < len(request.tokens):
             return ()
-        new = [self._sample(request, end)]
+        new = [token]
         accepted = hash(tuple(request.tokens)) % (num_drafts + 1)
         for position in range(end, end + accepted):
-            self._write(request, position, new[-1])
+            request.tokens.append(new[-1])
+            self._write(request, position, request.prefix(position))
             new.append(self._sample(request, position + 1))
         for position in range(end + accepted, end + num_drafts):
-            self._write(request, position, -1)  # rejected
+            self._write(request, position, "rejected")
         self.num_drafts_rejected += num_drafts - accepted
         request.num_computed = end + accepted
-        request.tokens += new
+        request.tokens.append(new[-1])
         return tuple(new)
 
     def sample_tokens(self, grammar=None):

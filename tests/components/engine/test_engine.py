@@ -1,59 +1,20 @@
+"""The standalone engine: whole requests, steps by hand, streams, interrupts, failures, life cycle."""
+
+import functools
 import random
 import signal
 import threading
 
 import numpy as np
 import pytest
+from engine_harness import BOS, EOS, HALF, Letters, assert_empty, build_engine, drain, params, text_of
 
-from workerkit.components.engine.scheduler import ContinuousScheduler, SchedulerConfig
+from workerkit.components.engine.scheduler import ContinuousScheduler
 from workerkit.components.engine.standalone import EngineConfig, StandaloneEngine
 from workerkit.framework.errors import IntegrityError, RequestError, StageError, UnsupportedError
-from workerkit.framework.interfaces.engine import ChatTemplate, Detokenizer, Tokenizer
-from workerkit.framework.interfaces.request import ModelRunnerOutput, SamplingParams
+from workerkit.framework.interfaces.request import ModelRunnerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.stages import Later
-
-HALF, BOS, EOS = 47, 48, 49
-
-
-def text_of(token_ids):
-    return "".join(chr(ord("A") + token) for token in token_ids)
-
-
-class Letters(Tokenizer, Detokenizer, ChatTemplate):
-    """Token 0 is "A", 1 is "B", … The detokenizer holds HALF back, and the template joins contents."""
-
-    vocab_size = 50
-    eos_token_ids = (EOS,)
-    bos_token = text_of([BOS])
-    eos_token = text_of([EOS])
-    chat_template = ""
-
-    def __init__(self, adds_bos=False):
-        self.adds_bos = adds_bos
-        self.held = ""
-
-    def encode(self, text, add_special_tokens=True):
-        bos = [BOS] if add_special_tokens and self.adds_bos else []
-        return bos + [ord(letter) - ord("A") for letter in text]
-
-    def decode(self, token_ids, skip_special_tokens=True):
-        return text_of(token_ids)
-
-    def detokenizer(self, prompt_token_ids):
-        return Letters()
-
-    def push(self, token_ids):
-        text = self.held + text_of(token_ids)
-        self.held = text[-1:] if text.endswith(text_of([HALF])) else ""
-        return text.removesuffix(self.held)
-
-    def flush(self):
-        return self.held
-
-    def render(self, messages, add_generation_prompt=True):
-        if not messages:
-            raise UnsupportedError("no messages")
-        return "".join(message["content"] for message in messages)
 
 
 class Interrupting(Letters):
@@ -62,7 +23,7 @@ class Interrupting(Letters):
     presses = 0
     at = 0
 
-    def detokenizer(self, prompt_token_ids):
+    def detokenizer(self, prompt_token_ids, skip_special_tokens=True):
         return self
 
     def push(self, token_ids):
@@ -77,59 +38,12 @@ class Interrupting(Letters):
 
 @pytest.fixture
 def make_engine(fakes):
-    def make(
-        async_scheduling=False,
-        tokenizer=None,
-        layout=None,
-        shape=None,
-        fault=None,
-        tamper=None,
-        seed=None,
-        **shape_args,
-    ):
-        shape = shape or fakes.shape(**shape_args)
-        layout = layout or fakes.layout()
-        worker = fakes.Worker(shape, layout, fault, tamper)
-        scheduler = ContinuousScheduler(SchedulerConfig(async_scheduling=async_scheduling), shape, layout)
-        letters = tokenizer or Letters()
-        engine = StandaloneEngine(
-            EngineConfig(seed=seed), worker, Later(lambda: scheduler), Later(lambda: letters), Later(lambda: letters)
-        )
-        engine.start()
-        engine.fake = worker  # what the tests look at
-        return engine
-
-    return make
+    return functools.partial(build_engine, fakes)
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def engine(request, make_engine):
     return make_engine(async_scheduling=request.param)
-
-
-def params(**values):
-    return SamplingParams(**{"seed": 0, "ignore_eos": True, **values})
-
-
-def assert_empty(engine):
-    """No request, block or dict entry is left anywhere, and the worker has heard of it."""
-    engine.check_integrity()
-    stats = engine.stats
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_blocks == engine.layout.num_blocks - 1
-    assert not engine.fake.requests
-    assert not engine.fake.uncollected
-    assert not engine.has_unfinished
-    assert not engine._live
-
-
-def drain(engine):
-    deltas = []
-    while engine.has_unfinished:
-        deltas += engine.step()
-        engine.check_integrity()
-    assert_empty(engine)
-    return deltas
 
 
 def expected(fakes, engine, prompt, its_params):
@@ -513,7 +427,7 @@ def test_an_error_of_the_worker_ends_all_requests_and_the_engine(make_engine, as
     assert (deltas[-1].req_id, deltas[-1].finish_reason) == (mine, "error")
     assert not engine.has_unfinished
     assert engine.stats.num_free_blocks == free
-    assert not engine._live
+    assert not len(engine._live)
     for call in (
         engine.step,
         lambda: engine.add_request("A"),
@@ -554,7 +468,7 @@ def test_a_token_outside_the_vocabulary_ends_one_request(make_engine):
 
 def test_an_error_of_the_text_ends_one_request(make_engine):
     class Failing(Letters):
-        def detokenizer(self, prompt_token_ids):
+        def detokenizer(self, prompt_token_ids, skip_special_tokens=True):
             return self if list(prompt_token_ids) == [0] else Letters()
 
         def push(self, token_ids):
@@ -601,7 +515,8 @@ def test_parts_are_asked_for_only_after_the_worker_has_started(fakes, capsys):
 
         return Later(get)
 
-    engine = StandaloneEngine(EngineConfig(), worker, later("scheduler"), later("tokenizer"), later("chat template"))
+    names = ("scheduler", "tokenizer", "chat template", "structured outputs")
+    engine = StandaloneEngine(EngineConfig(), worker, *map(later, names))
     engine.shutdown()
     worker.calls.clear()
     assert asked == []
@@ -613,8 +528,8 @@ def test_parts_are_asked_for_only_after_the_worker_has_started(fakes, capsys):
 def test_check_integrity_compares_engine_and_scheduler(make_engine):
     engine = make_engine()
     engine.add_request("A", params(max_tokens=9), "x")
-    engine._live.clear()
-    with pytest.raises(IntegrityError, match="the engine has 0 requests"):
+    engine._live.remove(engine._live["x"])
+    with pytest.raises(IntegrityError, match="the engine has 0 completions"):
         engine.check_integrity()
 
 

@@ -1,96 +1,23 @@
 import random
-from collections import Counter, deque
+from collections import Counter
 
 import pytest
+from scheduler_driver import Driver
 
 from workerkit.components.engine.scheduler import ContinuousScheduler, SchedulerConfig
 from workerkit.framework.errors import IntegrityError, RequestError, StageError
-from workerkit.framework.interfaces.request import ModelRunnerOutput, SamplingParams
+from workerkit.framework.interfaces.engine import CacheIdentity, EngineRequest, MultimodalSpan, Progress
+from workerkit.framework.interfaces.request import ModelRunnerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
-NO_STOP = frozenset()
 
-
-class Driver:
-    """The engine's loop in small: it remembers what each incarnation of a request yielded."""
-
-    def __init__(self, fakes, shape=None, layout=None, **config):
-        self.shape = shape or fakes.shape()
-        self.layout = layout or fakes.layout()
-        self.scheduler = ContinuousScheduler(SchedulerConfig(**config), self.shape, self.layout)
-        self.worker = fakes.Worker(self.shape, self.layout)
-        self.reference = fakes.reference
-        self.in_flight = deque()
-        self.live = {}  # req_id -> (prompt, params, stop_ids, tokens so far)
-        self.done = {}  # req_id -> (tokens, reason)
-        self.count = Counter()
-
-    def add(self, req_id, prompt, stop_ids=NO_STOP, **params):
-        params = SamplingParams(**{"seed": 0, **params})
-        self.scheduler.add(req_id, prompt, params, stop_ids)
-        self.live[req_id] = (tuple(prompt), params, stop_ids, [])
-
-    def abort(self, req_id):
-        self.live.pop(req_id, None)
-        return self.scheduler.abort(req_id)
-
-    def start(self):
-        output = self.scheduler.schedule()
-        self.count["preempted"] += len(output.preempted_req_ids)
-        self.worker.execute_model(output)
-        if output.num_scheduled_tokens:
-            self.in_flight.append((output, self.worker.sample_tokens()))
-        self.check()
-        return output
-
-    def collect(self):
-        output, step = self.in_flight.popleft()
-        self.count["steps"] += 1
-        for req_id, (tokens, reason) in self.scheduler.update(output, step.get()).items():
-            prompt, params, stop_ids, so_far = self.live[req_id]
-            so_far.extend(tokens)
-            if reason is not None:
-                assert (tuple(so_far), reason) == self.reference(prompt, params, stop_ids, self.shape)
-                del self.live[req_id]
-                self.done[req_id] = tuple(so_far), reason
-                self.count[reason] += 1
-        self.check()
-
-    def step(self):
-        output = self.start()
-        if self.in_flight:
-            self.collect()
-        return output
-
-    def check(self):
-        self.scheduler.check_integrity()
-        stats = self.scheduler.stats()
-        assert stats["num_running"] + stats["num_waiting"] == len(self.live)
-
-    def run(self, limit=5000):
-        for _ in range(limit):
-            if not (self.scheduler.has_work or self.in_flight):
-                break
-            while self.scheduler.has_work and len(self.in_flight) < self.scheduler.max_in_flight:
-                if not self.start().num_scheduled_tokens:
-                    break
-            if self.in_flight:
-                self.collect()
-        self.check_empty()
-
-    def check_empty(self):
-        assert not self.scheduler.has_work
-        assert not self.live
-        assert not self.worker.requests
-        usable = self.layout.num_blocks - 1
-        assert self.scheduler.stats() | {"num_preemptions": 0} == {
-            "num_running": 0,
-            "num_waiting": 0,
-            "num_free_blocks": usable,
-            "num_preemptions": 0,
-        }
-        held = [v for v in vars(self.scheduler).values() if isinstance(v, dict | list | set | deque)]
-        assert len(held) == 6
-        assert not any(held), "a per-request container was not drained"
+def request(req_id, prompt, stop_ids=(), **params):
+    return EngineRequest(
+        req_id=req_id,
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**params),
+        stop_ids=frozenset(stop_ids),
+    )
 
 
 @pytest.fixture
@@ -101,9 +28,19 @@ def driver(fakes):
 # Random schedules
 
 
+def random_identity(rng):
+    """Mostly the plain one. Images lie within a block or reach across several."""
+    if rng.random() < 0.8:
+        return CacheIdentity()
+    image = MultimodalSpan(start=rng.choice([0, 3, 6]), length=rng.choice([2, 5]), digest=rng.choice("pq"))
+    return CacheIdentity(
+        salt=rng.choice([None, "s"]), lora=rng.choice([None, "l"]), multimodal=rng.choice([(), (image,)])
+    )
+
+
 def random_case(driver, fakes, seed, speculative=False):
     rng = random.Random(seed)
-    block_sizes = rng.choice([(1,), (4,), (16,), (2, 8), (3, 5, 4)])
+    block_sizes = rng.choice([(1,), (2,), (4,), (16,), (2, 8), (4, 2), (3, 5, 4)])
     shape = fakes.shape(
         max_model_len=rng.choice([12, 40]),
         max_num_reqs=rng.randint(1, 6),
@@ -111,27 +48,43 @@ def random_case(driver, fakes, seed, speculative=False):
         num_speculative_tokens=rng.randint(1, 4) if speculative else 0,
     )
     smallest = sum(-(-shape.max_model_len // size) for size in block_sizes)
-    layout = fakes.layout(1 + rng.randint(smallest, 2 * smallest), block_sizes)
-    d = driver(shape=shape, layout=layout, async_scheduling=rng.random() < 0.5)
+    layout = fakes.layout(1 + rng.randint(smallest, 3 * smallest), block_sizes)
+    d = driver(
+        shape=shape,
+        layout=layout,
+        chunked_prefill=shape.max_num_batched_tokens < shape.max_model_len or rng.random() < 0.5,
+        async_scheduling=rng.random() < 0.5,
+        prefix_caching=rng.random() < 0.8,
+        policy=rng.choice(["fcfs", "priority"]),
+    )
+    families = [[rng.randrange(50) for _ in range(shape.max_model_len)] for _ in range(2)]
     names = [f"r{i}" for i in range(8)]
-    for _ in range(60):
+    for _ in range(120):
         action = rng.random()
         idle = [name for name in names if name not in d.live]
         if action < 0.3 and idle:
-            prompt = [rng.randrange(50) for _ in range(rng.randint(1, shape.max_model_len - 1))]
+            length = rng.choice([8, 32, *(rng.randint(1, shape.max_model_len - 1) for _ in range(4))])
+            length = min(length, shape.max_model_len - 1)
+            common = rng.choice([0, length, length, rng.randint(0, length)])
+            prompt = [*rng.choice(families)[:common], *(rng.randrange(50) for _ in range(length - common))]
             room = shape.max_model_len - len(prompt)
             d.add(
                 rng.choice(idle),
                 prompt,
                 stop_ids=frozenset(rng.sample(range(50), rng.choice([0, 2]))),
+                priority=rng.randrange(3),
+                identity=random_identity(rng),
                 max_tokens=rng.choice([None, rng.randint(1, room)]),
                 seed=rng.randrange(3),
+                prompt_logprobs=0 if rng.random() < 0.1 else None,
             )
-        elif action < 0.36 and d.live:
+        elif 0.3 <= action < 0.34 and d.live:
             req_id = rng.choice(sorted(d.live))
             assert d.abort(req_id)
             assert not d.abort(req_id)
             d.count["aborted"] += 1
+        elif 0.34 <= action < 0.345:
+            d.forget()
         elif len(d.in_flight) < d.scheduler.max_in_flight and rng.random() < 0.7:
             d.start()
         elif d.in_flight:
@@ -145,15 +98,18 @@ def random_case(driver, fakes, seed, speculative=False):
 @pytest.mark.parametrize("speculative", [False, True])
 def test_any_schedule_yields_the_tokens_of_the_request_alone(driver, fakes, speculative):
     total = Counter()
-    for seed in range(120):
+    for seed in range(200):
         total += random_case(driver, fakes, seed, speculative)
     print(dict(total))
-    assert total["steps"] >= 2000
-    assert total["preempted"] >= 100
-    assert total["aborted"] >= 100
-    assert total["stop"] >= 50
-    assert total["length"] >= 200
-    assert 30 <= total["async"] <= 90
+    assert total["steps"] >= 15000
+    assert total["preempted"] >= 200
+    assert total["resumed hits"] >= 70
+    assert total["cached tokens"] >= 2000
+    assert total["copies"] >= 40
+    assert total["aborted"] >= 400
+    assert total["stop"] >= 200
+    assert total["length"] >= 1000
+    assert 60 <= total["async"] <= 140
     assert bool(total["rejected drafts"]) == speculative
 
 
@@ -173,8 +129,8 @@ def test_a_prompt_is_cut_to_the_budget(driver, fakes, budget):
 
 def test_requests_share_a_step_in_the_order_of_arrival(driver, fakes):
     d = driver(shape=fakes.shape(max_num_reqs=2, max_num_batched_tokens=8))
-    for name, length in (("a", 6), ("b", 6), ("c", 1)):
-        d.add(name, range(length), max_tokens=3)
+    for name, prompt in (("a", range(6)), ("b", range(10, 16)), ("c", [20])):
+        d.add(name, prompt, max_tokens=3)
     assert d.step().num_scheduled_tokens == {"a": 6, "b": 2}
     assert d.step().num_scheduled_tokens == {"a": 1, "b": 4}  # c has to wait for a row
     assert d.step().num_scheduled_tokens == {"a": 1, "b": 1}
@@ -199,7 +155,7 @@ def test_without_chunks_a_prompt_waits_for_a_step_of_its_own(driver, fakes):
     with pytest.raises(RequestError, match=r"9 tokens.*8 \(max_num_batched_tokens\).*chunked_prefill"):
         d.add("long", range(9))
     d.add("a", range(5), max_tokens=3)
-    d.add("b", range(8), max_tokens=1)
+    d.add("b", range(10, 18), max_tokens=1)
     assert d.step().num_scheduled_tokens == {"a": 5}
     assert d.step().num_scheduled_tokens == {"a": 1}
     assert d.step().num_scheduled_tokens == {"a": 1}
@@ -266,8 +222,8 @@ def test_the_oldest_request_is_never_preempted(driver, fakes, async_scheduling):
 
 def test_blocks_of_an_aborted_request_are_waited_for_before_anyone_is_preempted(driver, fakes):
     d = driver(layout=fakes.layout(1 + 5, (1,)), shape=fakes.shape(max_model_len=6), async_scheduling=True)
-    for name in "abc":
-        d.add(name, [1], max_tokens=5)
+    for token, name in enumerate("abc"):
+        d.add(name, [token], max_tokens=5)
     d.start()
     assert d.start().num_scheduled_tokens == {"a": 1, "b": 1}  # no block for c, and none can be taken while in flight
     d.abort("b")
@@ -283,11 +239,81 @@ def test_a_new_request_does_not_take_the_blocks_an_older_one_waits_for(driver, f
     shape = fakes.shape(max_model_len=6, num_speculative_tokens=1)
     d = driver(layout=fakes.layout(1 + 5, (1,)), shape=shape, async_scheduling=True)
     d.add("a", [1], max_tokens=5)
-    d.add("b", [1, 2, 3], max_tokens=2)
+    d.add("b", [2, 3, 4], max_tokens=2)
     d.start()
-    d.add("c", [1], max_tokens=1)
+    d.add("c", [5], max_tokens=1)
     assert d.scheduler.stats()["num_free_blocks"] == 1
     assert not d.start().num_scheduled_tokens
+    d.run()
+
+
+# Priorities
+
+
+def order_of_admission(d):
+    order = []
+    while d.live or d.in_flight:
+        order += [new.req_id for new in d.step().new_requests]
+    d.run()
+    return "".join(order)
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcde"), ("priority", "cbdae")])
+def test_who_is_admitted_first(driver, fakes, policy, order):
+    d = driver(shape=fakes.shape(max_num_reqs=1), policy=policy)
+    for token, (name, priority) in enumerate({"a": 2, "b": 1, "c": -3, "d": 1, "e": 2}.items()):
+        d.add(name, [token], priority=priority, max_tokens=2)
+    assert order_of_admission(d) == order
+
+
+def test_the_least_urgent_is_preempted_although_it_came_first(driver, fakes):
+    d = driver(layout=fakes.layout(1 + 5, (4,)), shape=fakes.shape(max_model_len=20), policy="priority")
+    d.add("low", range(6), priority=1, max_tokens=9)
+    d.step()
+    d.add("high", range(10, 17), priority=0, max_tokens=6)
+    output = d.step()
+    assert output.num_scheduled_tokens == {"low": 1, "high": 7}
+    while not output.preempted_req_ids:
+        output = d.step()
+    assert output.preempted_req_ids == {"low"}
+    d.run()
+    assert list(d.done) == ["high", "low"]
+
+
+def test_the_most_urgent_gets_the_tokens_of_a_step_first(driver, fakes):
+    d = driver(shape=fakes.shape(max_num_batched_tokens=8), policy="priority")
+    d.add("low", range(20), priority=1, max_tokens=2)
+    assert d.step().num_scheduled_tokens == {"low": 8}
+    d.add("high", range(20, 39), priority=0, max_tokens=2)
+    assert d.step().num_scheduled_tokens == {"low": 8}  # who runs comes before who waits
+    assert d.step().num_scheduled_tokens == {"low": 4, "high": 4}
+    assert d.step().num_scheduled_tokens == {"high": 8}
+    d.run()
+
+
+def test_an_urgent_request_that_waits_preempts_nobody(driver, fakes):
+    d = driver(layout=fakes.layout(1 + 6, (4,)), shape=fakes.shape(max_num_reqs=1), policy="priority")
+    d.add("low", range(6), priority=9, max_tokens=9)
+    d.step()
+    d.add("high", range(10, 17), priority=0, max_tokens=6)
+    d.run()
+    assert d.count["preempted"] == 0
+    assert list(d.done) == ["low", "high"]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_most_urgent_request_is_never_preempted(driver, fakes, async_scheduling):
+    shape = fakes.shape(max_model_len=16, max_num_reqs=4)
+    d = driver(shape=shape, layout=fakes.layout(1 + 17, (1,)), async_scheduling=async_scheduling, policy="priority")
+    for i in range(6):
+        d.add(f"{i}", [i], priority=-i, max_tokens=15)
+    while d.live:
+        output = d.start()
+        assert max(d.live) not in output.preempted_req_ids
+        if len(d.in_flight) == d.scheduler.max_in_flight or not output.num_scheduled_tokens:
+            d.collect()
+    assert list(d.done) == [f"{i}" for i in range(5, -1, -1)]
+    assert d.count["preempted"] > 3
     d.run()
 
 
@@ -326,11 +352,11 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(driver, fakes):
         ([1] * 15, "15 prompt tokens and up to 3 more need 5 blocks, the whole cache has 4"),
     ):
         with pytest.raises(RequestError, match=message):
-            d.scheduler.add("a", prompt, SamplingParams(max_tokens=3), NO_STOP)
+            d.scheduler.add(request("a", prompt, max_tokens=3))
     d.check_empty()
     d.add("a", [1] * 14, max_tokens=3)  # the 17th token is never computed
     with pytest.raises(RequestError, match="'a' is in use"):
-        d.scheduler.add("a", [1], SamplingParams(max_tokens=1), NO_STOP)
+        d.scheduler.add(request("a", [1], max_tokens=1))
     d.run()
 
 
@@ -387,6 +413,52 @@ def test_b59_abort_after_the_end_and_of_the_unknown(driver):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "among others"])
+@pytest.mark.parametrize("state", ["waiting", "in a chunk", "between chunks", "in flight", "decoding", "preempted"])
+def test_b59_abort_in_any_state(driver, fakes, async_scheduling, others, state):
+    """Whatever it was doing: it is gone at once, its blocks come back once, and its id is free for another."""
+    shape = fakes.shape(max_model_len=16, max_num_batched_tokens=4)
+    d = driver(shape=shape, layout=fakes.layout(1 + 16, (1,)), async_scheduling=async_scheduling)
+    if others or state == "preempted":
+        d.add("other", range(20, 26), max_tokens=10)
+        d.step()
+        d.step()
+    d.add("x", range(6), max_tokens=10)
+    if state == "in a chunk":
+        assert 0 < d.start().num_scheduled_tokens["x"] < 6
+    elif state == "between chunks":
+        assert 0 < d.step().num_scheduled_tokens["x"] < 6
+    elif state == "in flight":
+        d.step()
+        d.step()
+        assert d.start().num_scheduled_tokens["x"]
+    elif state == "decoding":
+        while not d.live["x"][3]:
+            d.step()
+    elif state == "preempted":
+        while "x" not in d.step().preempted_req_ids:
+            pass
+    assert d.abort("x")
+    assert not d.abort("x")
+    d.check()
+    d.add("x", range(30, 34), max_tokens=3)
+    d.run()
+    assert not d.abort("x")
+    assert len(d.done["x"][0]) == 3
+
+
+def test_an_id_is_in_use_until_its_request_ends(driver):
+    d = driver()
+    d.add("a", [1, 2], max_tokens=2)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="'a' is in use"):
+            d.scheduler.add(request("a", [3], max_tokens=1))
+        d.step()
+    d.add("a", [3], max_tokens=1)
+    d.run()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_b60_an_id_is_used_again_before_the_worker_heard_of_the_abort(driver, async_scheduling):
     d = driver(async_scheduling=async_scheduling)
     d.add("x", range(5), max_tokens=9)
@@ -428,7 +500,7 @@ def test_tokens_past_the_end_are_cut(fakes, stop_ids, max_tokens, kept, reason):
     """A step with 3 drafts yields 4 tokens, 20 to 23, of which a request keeps those before its end."""
     shape = fakes.shape(num_speculative_tokens=3)
     scheduler = ContinuousScheduler(SchedulerConfig(), shape, fakes.layout())
-    scheduler.add("a", [1], SamplingParams(max_tokens=max_tokens + 1), frozenset(stop_ids))
+    scheduler.add(request("a", [1], stop_ids, max_tokens=max_tokens + 1))
     first = scheduler.schedule()
     assert not first.scheduled_drafts
     scheduler.update(first, ModelRunnerOutput(req_ids=("a",), sampled_token_ids=((5,),)))
@@ -436,29 +508,39 @@ def test_tokens_past_the_end_are_cut(fakes, stop_ids, max_tokens, kept, reason):
     assert second.num_scheduled_tokens == {"a": 4}
     assert second.scheduled_drafts == {"a": 3}
     answer = ModelRunnerOutput(req_ids=("a",), sampled_token_ids=((20, 21, 22, 23),))
-    assert scheduler.update(second, answer) == {"a": ((20, 21, 22, 23)[:kept], reason)}
+    assert scheduler.update(second, answer) == {"a": Progress(token_ids=(20, 21, 22, 23)[:kept], finish_reason=reason)}
     assert scheduler.has_requests == (reason is None)
 
 
 def test_drafts_stay_within_what_a_request_may_still_produce(fakes):
     scheduler = ContinuousScheduler(SchedulerConfig(), fakes.shape(num_speculative_tokens=3), fakes.layout())
-    scheduler.add("a", [1], SamplingParams(max_tokens=3), NO_STOP)
+    scheduler.add(request("a", [1], max_tokens=3))
     scheduler.update(scheduler.schedule(), ModelRunnerOutput(req_ids=("a",), sampled_token_ids=((5,),)))
     assert scheduler.schedule().scheduled_drafts == {"a": 1}
 
 
-def test_b117_a_token_outside_the_vocabulary_ends_its_request_alone(driver):
+@pytest.mark.parametrize("bad", [50, -1])
+def test_b117_a_token_outside_the_vocabulary_ends_its_request_alone(driver, bad):
+    """-1 is what a sampler draws when no token is possible."""
     d = driver()
     d.add("a", [1], max_tokens=3)
     d.add("b", [2], max_tokens=3)
     output = d.scheduler.schedule()
-    answer = ModelRunnerOutput(req_ids=("a", "b"), sampled_token_ids=((50,), (7,)))
-    assert d.scheduler.update(output, answer) == {"a": ((), "error"), "b": ((7,), None)}
+    answer = ModelRunnerOutput(req_ids=("a", "b"), sampled_token_ids=((bad,), (7,)))
+    assert d.scheduler.update(output, answer) == {
+        "a": Progress(token_ids=(), finish_reason="error"),
+        "b": Progress(token_ids=(7,)),
+    }
     d.scheduler.check_integrity()
     assert d.scheduler.stats()["num_running"] == 1
 
 
 # Asynchronous scheduling
+
+
+def test_whether_a_config_plans_ahead():
+    assert ContinuousScheduler.plans_ahead(SchedulerConfig(async_scheduling=True))
+    assert not ContinuousScheduler.plans_ahead(SchedulerConfig())
 
 
 def test_a_step_is_planned_before_the_last_ones_tokens_are_known(driver):
@@ -536,10 +618,21 @@ def test_steps_are_updated_in_order_and_once(driver):
     d.run()
 
 
+def test_a_block_that_is_shared_and_may_be_written_is_found(driver):
+    d = driver()
+    d.add("a", range(6), max_tokens=3)
+    d.step()
+    (blocks,) = d.scheduler._requests["a"].block_ids
+    pool = d.scheduler._blocks._pool
+    pool.publish(blocks[1], (0, b"half full"))
+    with pytest.raises(IntegrityError, match=r"\[2\] may still be written"):
+        d.scheduler.check_integrity()
+
+
 def test_a_lost_block_is_found(driver):
     d = driver()
     d.add("a", [1, 2], max_tokens=3)
     d.step()
-    d.scheduler._pool.allocate(1)
+    d.scheduler._blocks._pool.allocate(1)
     with pytest.raises(IntegrityError, match="lost"):
         d.scheduler.check_integrity()

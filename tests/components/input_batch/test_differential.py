@@ -21,9 +21,10 @@ from workerkit.components.request_state.host import HostStates
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.graph import BatchDescriptor
 from workerkit.framework.interfaces.kv_cache import KVCacheGroup, KVCacheSpec, KVLayout
-from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling import SamplerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 CONTEXT = DeviceContext(device=torch.device("cpu"), dtype=torch.float32)
 VOCAB, K = 1000, 3

@@ -13,8 +13,9 @@ from workerkit.framework.errors import IntegrityError, UnsupportedError
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.graph import BatchDescriptor
 from workerkit.framework.interfaces.kv_cache import KVCacheGroup, KVCacheSpec, KVLayout
-from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 SHAPE = WorkerShape(
     max_model_len=32, max_num_reqs=8, max_num_batched_tokens=32, vocab_size=100, num_speculative_tokens=2

@@ -12,9 +12,10 @@ from workerkit.components.request_state.host import HostStates
 from workerkit.framework.errors import IntegrityError, RequestError
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.graph import BatchDescriptor
-from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling import SamplerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 SHAPE = WorkerShape(
     max_model_len=16, max_num_reqs=3, max_num_batched_tokens=12, vocab_size=50, num_speculative_tokens=2

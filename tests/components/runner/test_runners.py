@@ -7,8 +7,10 @@ from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import ModelError, RequestError, UnsupportedError
 from workerkit.framework.hooks import hookimpl
+from workerkit.framework.interfaces.engine import EngineRequest
 from workerkit.framework.interfaces.observer import Observer
-from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SchedulerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.plugins import load_plugins
 
 CONFIG = {
@@ -97,11 +99,11 @@ def test_an_id_may_end_and_begin_again_in_one_step(worker):
     worker.check_integrity()
 
 
-def test_drafts_and_grammars_are_refused_by_name_where_nobody_serves_them():
+def test_grammars_are_refused_by_name_where_nobody_serves_them():
     from workerkit.framework.interfaces.request import GrammarOutput
 
     for runner in ("v1", "v2"):
-        with assemble(CONFIG, {"components.runner": runner}) as assembly:
+        with assemble(CONFIG, {"components.runner": runner, "components.grammar": "none"}) as assembly:
             worker = assembly.worker
             worker.start()
             output = SchedulerOutput(new_requests=(new("a"),), num_scheduled_tokens={"a": 3})
@@ -148,7 +150,10 @@ def traced(runner, registry):
         engine_worker.start()
         scheduler = assembly.get(roles.SCHEDULER)
         for number, length in enumerate((20, 3, 7)):  # chunked, and one that waits for a slot
-            scheduler.add(f"r{number}", [number + 1] * length, SamplingParams(max_tokens=4), frozenset())
+            prompt = (number + 1,) * length
+            scheduler.add(
+                EngineRequest(req_id=f"r{number}", prompt_token_ids=prompt, params=SamplingParams(max_tokens=4))
+            )
         while scheduler.has_work:
             output = scheduler.schedule()
             if engine_worker.execute_model(output) is None:

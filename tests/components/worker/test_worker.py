@@ -8,9 +8,11 @@ import torch
 from workerkit.components.worker.npu import parse_text_output
 from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
-from workerkit.framework.errors import CacheError, ModelError, StageError, UnsupportedError
+from workerkit.framework.errors import CacheError, ModelError, RequestError, StageError, UnsupportedError
 from workerkit.framework.interfaces.model import LoadedModel
-from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SamplingParams, SchedulerOutput
+from workerkit.framework.interfaces.request import CachedRequest, NewRequest, SchedulerOutput
+from workerkit.framework.interfaces.sampling_params import SamplingParams
+from workerkit.framework.testing.registry import fake_config, fake_registry
 
 CONFIG = {
     "model": {"source": "random", "max_model_len": 64},
@@ -235,3 +237,41 @@ def test_bfloat16_runs(runner):
         assembly.worker.start()
         assert all(t.dtype in (torch.bfloat16, torch.float32) for _, t in assembly.value(LoadedModel).network.weights())
         assert len(tokens_of(assembly.worker)) == 6
+
+
+def test_the_cache_generation_grows_when_the_cache_loses_its_contents():
+    with make() as assembly:
+        worker = assembly.worker
+        worker.start()
+        assert worker.cache_generation == 0
+        for generation in (1, 2):
+            worker.sleep()
+            assert worker.cache_generation == generation
+            worker.wake_up()
+            assert worker.cache_generation == generation
+
+
+@RUNNERS
+def test_an_engine_finds_nothing_in_a_cache_that_slept(runner):
+    """The worker is sent to sleep behind the engine's back."""
+    parts = {"worker": "npu", "engine": "standalone", "scheduler": "continuous", "speculator": "none"}
+    with assemble(fake_config(runner, **parts), registry=fake_registry()) as assembly:
+        engine, prompt = assembly.engine, list(range(13))
+        engine.start()
+        params = SamplingParams(max_tokens=2)
+        cached = [engine.generate([prompt], params)[0].num_cached_tokens for _ in range(2)]
+        assembly.worker.sleep()
+        assembly.worker.wake_up()
+        cached += [engine.generate([prompt], params)[0].num_cached_tokens for _ in range(2)]
+        assert cached == [0, 12, 0, 12]
+
+
+def test_a_request_that_the_sampler_cannot_serve_is_refused():
+    with make() as assembly:
+        worker = assembly.worker
+        with pytest.raises(StageError, match="ASSEMBLED"):
+            worker.check_request(SamplingParams())
+        worker.start()
+        worker.check_request(SamplingParams(logit_bias={0: 1.0}))
+        with pytest.raises(RequestError):
+            worker.check_request(SamplingParams(logit_bias={10**6: 1.0}))

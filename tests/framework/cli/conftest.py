@@ -12,12 +12,13 @@ import pytest
 from workerkit.framework import roles
 from workerkit.framework.cli.main import main
 from workerkit.framework.errors import RequestError
-from workerkit.framework.interfaces.engine import ChatTemplate, Engine, Prompt, RequestDelta, Tokenizer
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.interfaces.engine import Engine, Prompt, RequestDelta, TokenLogprobs
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.sections import ModelSection
+from workerkit.framework.interfaces.text import ChatTemplate, Tokenizer
 from workerkit.framework.plugins import Plugins, load_plugins
 from workerkit.framework.registry import Registry
-from workerkit.framework.testing.fakes_engine import FakeChatTemplate, FakeTokenizer
+from workerkit.framework.testing.fakes_text import FakeChatTemplate, FakeTokenizer
 
 
 @attrs.frozen(kw_only=True)
@@ -27,7 +28,8 @@ class ScriptConfig:
 
 
 class ScriptedEngine(Engine):
-    """Answers a text with itself in capitals, a character a step; `!` in it is an error in mid-answer."""
+    """Answers a text with itself in capitals, a character a step; `!` in it is an error in mid-answer. Completion i
+    leaves out the first i characters; log-probabilities are minus the character's number, the other is impossible."""
 
     last: list[ScriptedEngine]
 
@@ -37,7 +39,8 @@ class ScriptedEngine(Engine):
         self.asked: list[tuple[Prompt, SamplingParams]] = []
         self.messages: list[Sequence[Mapping[str, Any]]] = []
         self.aborted: list[str] = []
-        self._left: dict[str, str] = {}
+        self._left: dict[tuple[str, int], str] = {}
+        self._logprobs: set[str] = set()
         self._steps = 0
         self.last.append(self)
 
@@ -47,44 +50,65 @@ class ScriptedEngine(Engine):
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, req_id: str | None = None) -> str:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, req_id: str | None = None, **_: Any
+    ) -> str:
         assert params is not None
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
         if not text:
             raise RequestError("the prompt is empty")
         self.asked.append((prompt, params))
         req_id = f"r{len(self.asked)}"
-        self._left[req_id] = text.upper()[: params.max_tokens]
+        for index in range(params.n):
+            self._left[req_id, index] = text.upper()[index : params.max_tokens]
+        if params.logprobs is not None:
+            self._logprobs.add(req_id)
         return req_id
 
     def abort(self, req_id: str) -> None:
         self.aborted.append(req_id)
-        self._left.pop(req_id, None)
+        self._left = {key: left for key, left in self._left.items() if key[0] != req_id}
+
+    def reset_prefix_cache(self) -> None:
+        raise AssertionError("the command line does not call it")
 
     def step(self) -> list[RequestDelta]:
         self._steps += 1
         if self._steps == self.config.ctrl_c_at_step:
             signal.raise_signal(signal.SIGINT)
         deltas = []
-        for req_id, left in list(self._left.items()):
+        for (req_id, index), left in list(self._left.items()):
             char, rest = left[0], left[1:]
-            self._left[req_id] = rest
+            self._left[req_id, index] = rest
             reason: Any = "error" if char == "!" else None if rest else "length"
             error = "a bad character" if char == "!" else None
             if reason:
-                del self._left[req_id]
+                del self._left[req_id, index]
             ids = () if error else (ord(char),)
             text = "" if error else char
-            deltas.append(RequestDelta(req_id=req_id, token_ids=ids, text=text, finish_reason=reason, error=error))
+            top = ((ids[0], float(-ids[0])), (0, float("-inf"))) if ids else ()
+            deltas.append(
+                RequestDelta(
+                    req_id=req_id,
+                    index=index,
+                    token_ids=ids,
+                    text=text,
+                    logprobs=tuple(TokenLogprobs(token_id=i, logprob=float(-i), rank=1, top=top) for i in ids)
+                    if req_id in self._logprobs
+                    else None,
+                    finish_reason=reason,
+                    error=error,
+                )
+            )
         return deltas
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestDelta]:
         req_id = self.add_request(prompt, params)
         try:
-            while req_id in self._left:
+            while (req_id, 0) in self._left:
                 yield from self.step()
         finally:
-            if req_id in self._left:
+            if (req_id, 0) in self._left:
                 self.abort(req_id)
 
     def chat(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import signal
 import sys
 
+import attrs
 import pytest
 
-from workerkit.framework.interfaces.request import SamplingParams
+from workerkit.framework.cli.sampling import FIELDS
+from workerkit.framework.interfaces.sampling_params import SamplingParams, StructuredOutputsParams
 
 
 def records(text: str) -> list[dict]:
@@ -80,6 +83,112 @@ def test_sampling_options_reach_the_engine_zero_included(cli, engines):
     assert engines[0].asked == [("abc", expected)]
 
 
+def test_every_sampling_option_reaches_the_engine(cli, engines, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    options = shlex.split(
+        "--min-p 0.1 --typical-p 0.9 --top-n-sigma 1.5 --presence-penalty -1 --frequency-penalty 0.5 "
+        "--repetition-penalty 1.1 --min-tokens 2 --bad-word x --bad-word y --logit-bias 17=-5.5 --logit-bias 0=1 "
+        "--allowed-token 1 --allowed-token 2 --stop . --stop-token 9 --include-stop --ignore-eos --special-tokens "
+        "-n 2 --logprobs 3 --prompt-logprobs 0 --seed 7"
+    )
+    assert cli("generate", "abc", *options, "--json-schema", tmp_path / "schema.json") == 0
+    expected = SamplingParams(
+        n=2,
+        min_p=0.1,
+        typical_p=0.9,
+        top_n_sigma=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.1,
+        seed=7,
+        max_tokens=256,
+        min_tokens=2,
+        stop=(".",),
+        stop_token_ids=(9,),
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        bad_words=("x", "y"),
+        allowed_token_ids=(1, 2),
+        logit_bias={17: -5.5, 0: 1.0},
+        logprobs=3,
+        prompt_logprobs=0,
+        structured_outputs=StructuredOutputsParams(json='{"type": "object"}'),
+    )
+    assert engines[0].asked == [("abc", expected)]
+
+
+def test_the_command_line_knows_every_field_but_those_for_files():
+    fields = {attribute.name for attribute in attrs.fields(SamplingParams)}
+    only_in_files = {"bad_words_token_ids", "logprob_token_ids", "extra_args"}
+    assert fields - set(FIELDS) == only_in_files | {"structured_outputs"}  # five options of their own
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--regex", "a+", {"regex": "a+"}),
+        ("--grammar", "FILE", {"grammar": 'root ::= "a"'}),
+        ("--json-object", None, {"json_object": True}),
+    ],
+)
+def test_the_form_of_the_text(cli, engines, tmp_path, option, value, expected):
+    (tmp_path / "FILE").write_text('root ::= "a"')
+    values = [] if value is None else [tmp_path / value if value == "FILE" else value]
+    assert cli("generate", "abc", option, *values) == 0
+    assert engines[0].asked[0][1].structured_outputs == StructuredOutputsParams(**expected)
+    assert cli("chat", "--once", "abc", option, *values) == 0
+    assert engines[1].asked[0][1].structured_outputs == StructuredOutputsParams(**expected)
+
+
+def test_choices_are_repeated(cli, engines):
+    assert cli("generate", "abc", "--choice", "yes", "--choice", "no") == 0
+    assert engines[0].asked[0][1].structured_outputs == StructuredOutputsParams(choice=("yes", "no"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--logit-bias", "17"], "argument --logit-bias: expected ID=VALUE, like 17=-5.5, got '17'"),
+        (["--min-p", "much"], "argument --min-p: invalid float value: 'much'"),
+        (["--regex", "a", "--choice", "b"], "argument --choice: not allowed with argument --regex"),
+    ],
+)
+def test_options_that_cannot_be_read_are_wrong_arguments(cli, engines, capsys, options, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli("generate", "x", *options)
+    assert capsys.readouterr().err.rstrip().endswith(message)
+    assert engines == []
+
+
+def test_n_gives_json_lines_in_the_order_of_prompts_and_completions(cli, capsys):
+    assert cli("generate", "abcd", "-n", "3") == 0
+    assert [(r["index"], r["completion"], r["text"]) for r in records(capsys.readouterr().out)] == [
+        (0, 0, "ABCD"),
+        (0, 1, "BCD"),
+        (0, 2, "CD"),
+    ]
+    assert cli("generate", "abcd", "", "xyz", "-n", "2") == 1
+    out, err = capsys.readouterr()
+    assert [(r["index"], r["completion"], r["text"], r["error"]) for r in records(out)] == [
+        (0, 0, "ABCD", None),
+        (0, 1, "BCD", None),
+        (1, 0, "", "the prompt is empty"),
+        (2, 0, "XYZ", None),
+        (2, 1, "YZ", None),
+    ]
+    assert "6/6" in err
+
+
+def test_logprobs_are_lines_too_and_no_probability_is_null(cli, capsys):
+    assert cli("generate", "a", "--logprobs", "2") == 0
+    (line,) = records(capsys.readouterr().out)
+    assert line["logprobs"] == [
+        {"token_id": 65, "logprob": -65.0, "rank": 1, "top": [[65, -65.0], [0, None]], "chosen": []}
+    ]
+    assert "prompt_logprobs" not in line
+
+
 def test_wrong_sampling_options_are_refused_all_at_once_before_anything_is_built(cli, engines, capsys):
     assert cli("generate", "x", "--temperature=-1", "--top-p", "3", "--max-tokens", "0") == 1
     error = capsys.readouterr().err
@@ -105,7 +214,8 @@ def test_several_prompts_are_json_lines_in_order_with_a_progress_bar(cli, capsys
         (1, "x", "X", [88]),
         (2, "ef", "EF", [69, 70]),
     ]
-    assert all(set(r) == {"index", "prompt", "text", "token_ids", "finish_reason", "error"} for r in records(out))
+    keys = {"index", "completion", "prompt", "text", "token_ids", "finish_reason", "error"}
+    assert all(set(r) == keys for r in records(out))
     assert "3/3" in err
     assert "7 tokens in " in err
 
@@ -141,6 +251,56 @@ def test_a_jsonl_file_may_have_options_that_win(cli, engines, tmp_path):
         ("ab", SamplingParams(max_tokens=256, temperature=0.0, seed=7, stop=("x",))),
         ([104, 105], SamplingParams(max_tokens=256, temperature=0.5, seed=7)),
     ]
+
+
+def test_a_jsonl_line_takes_every_field_of_sampling_params(cli, engines, tmp_path):
+    fields = {
+        "n": 2,
+        "logit_bias": {"102": 5, "7": -1.5},
+        "bad_words_token_ids": [[1, 2]],
+        "logprob_token_ids": [3],
+        "logprobs": 0,
+        "extra_args": {"mine": {"strength": [1, 2]}},
+        "structured_outputs": {"json": {"type": "object", "required": ["a"]}},
+    }
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "ab", **fields}) + '\n{"prompt": "cd"}\n')
+    assert cli("generate", "--prompts", tmp_path / "p.jsonl", "--regex", "x", "--logit-bias", "1=1") == 0
+    expected = SamplingParams(
+        max_tokens=256,
+        n=2,
+        logit_bias={102: 5.0, 7: -1.5},
+        bad_words_token_ids=((1, 2),),
+        logprob_token_ids=(3,),
+        logprobs=0,
+        extra_args={"mine": {"strength": [1, 2]}},
+        structured_outputs=StructuredOutputsParams(json='{"type": "object", "required": ["a"]}'),
+    )
+    given = SamplingParams(max_tokens=256, logit_bias={1: 1.0}, structured_outputs=StructuredOutputsParams(regex="x"))
+    assert engines[0].asked == [("ab", expected), ("cd", given)]
+
+
+def test_wrong_fields_of_a_jsonl_file_say_where_and_what_would_be_right(cli, engines, tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    lines = [
+        {"temprature": 1},
+        {"logit_bias": {"x": 1, "5": "a"}},
+        {"structured_outputs": {"jsn": {}}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"min_tokens": 999},
+    ]
+    path.write_text("\n".join(json.dumps({"prompt": "x", **line}) for line in lines))
+    assert cli("generate", "--prompts", path) == 1
+    error = capsys.readouterr().err
+    for message in (
+        f"{path}:1: unknown key 'temprature'; did you mean 'temperature'?",
+        f"{path}:2.logit_bias.x: expected int, got 'x' (str)",
+        f"{path}:2.logit_bias.5: expected float, got 'a' (str)",
+        f"{path}:3.structured_outputs: unknown key 'jsn'; did you mean 'json'?",
+        f"{path}:4.structured_outputs: structured_outputs needs exactly one of",
+        f"{path}:5: min_tokens is 999, more than max_tokens: 256",
+    ):
+        assert message in error
+    assert engines == []
 
 
 def test_every_problem_of_a_jsonl_file_is_listed_with_its_line(cli, engines, tmp_path, capsys):

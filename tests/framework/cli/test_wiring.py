@@ -28,7 +28,9 @@ def test_the_text_says_who_gets_whom_and_why(real_cli, path, capsys):
     assert re.search(r"^runner: v1 \(NPUModelRunner\)  named by the config$", out, re.M)
     assert re.search(r"^block_table: multi_group \(MultiGroupBlockTable\)  goes with runner: v1$", out, re.M)
     assert re.search(r"^attention: reference \(ReferenceAttention\)  named by the config$", out, re.M)
-    assert re.search(r"^sampler.stages\[0\]: temperature \(Temperature\)  default of sampler: torch$", out, re.M)
+    assert re.search(
+        r"^sampler.stages\[0\]: allowed_token_ids \(AllowedTokenIds\)  default of sampler: torch$", out, re.M
+    )
     assert re.search(r"^    libraries +<- \[kernels.libraries\[0\]\]$", out, re.M)
     assert re.search(r"^    parts +<- a RunnerParts of\n      .device +<- device$", out, re.M)
     assert re.search(r"^      .observers +<- \[observers\[0\]\]$", out, re.M)

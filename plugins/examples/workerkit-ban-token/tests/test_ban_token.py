@@ -3,11 +3,11 @@
 from typing import ClassVar
 
 import pytest
-import torch
 
-from workerkit.framework.errors import ConfigError, UnsupportedError
-from workerkit.framework.interfaces.request import SamplingParams
-from workerkit.framework.testing.conformance import SamplerStageConformance, request
+from workerkit.framework import roles
+from workerkit.framework.errors import ConfigError, RequestError, UnsupportedError
+from workerkit.framework.interfaces.sampling_params import SamplingParams
+from workerkit.framework.testing.conformance import SamplerStageConformance
 from workerkit.framework.testing.fakes_model import fake_tokens
 from workerkit.framework.testing.registry import fake_config
 
@@ -37,7 +37,6 @@ def test_a_banned_token_is_not_sampled(runner, assembly_factory):
 @pytest.mark.parametrize(
     ("token_ids", "problem"),
     [
-        ([], "token_ids"),
         ([-1], "token_ids"),
         (["a"], "token_ids[0]: expected int, got 'a' (str)"),
         (7, "token_ids: expected a list, got 7 (int)"),
@@ -55,17 +54,30 @@ def test_a_token_outside_the_vocabulary_is_refused_when_the_worker_starts(assemb
         assembly.worker.start()
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_request_may_ban_tokens_for_itself(runner, assembly_factory):
+    favourite, *_ = fake_tokens(PROMPT, 1)
+    own = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, extra_args={"ban_token": [favourite]})
+    engine = assembly_factory(config_of(runner)).engine
+    engine.start()
+    tokens = [engine.generate([PROMPT], params)[0].token_ids[0] for params in (own, GREEDY)]
+    assert tokens[0] != favourite
+    assert tokens[1] == favourite, "the next request in the slot is free again"
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"), [("7", "right: a list of token ids"), ([7, 100_000], "has 100000"), ([-1], "has -1")]
+)
+def test_wrong_parameters_of_a_request_are_refused(value, problem, assembly_factory):
+    assembly = assembly_factory(config_of("v1"))
+    assembly.worker.start()
+    with pytest.raises(RequestError, match=problem):
+        assembly.get(roles.SAMPLER).check(SamplingParams(extra_args={"ban_token": value}))
+
+
 class TestConformance(SamplerStageConformance):
     names: ClassVar = ("ban_token",)
+    using: ClassVar = {"ban_token": {"extra_args": {"ban_token": [3, 9]}}}
 
     def make_config(self, name, registry):
-        return config_of("v1", token_ids=[3, 9])
-
-    def test_rows_that_do_not_use_it_are_left_as_they_are(self, part):
-        """There are none: the stage is for every request. What it leaves alone is every other token."""
-        part.add(0, request())
-        logits = self._logits(2)
-        result = part.apply(logits.clone(), self._context([0, 1]))
-        changed = (result != logits).nonzero().tolist()
-        assert changed == [[0, 3], [0, 9], [1, 3], [1, 9]]
-        assert torch.isinf(result[:, [3, 9]]).all()
+        return config_of("v1")

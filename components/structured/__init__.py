@@ -1,0 +1,1 @@
+"""The engine's half of structured outputs: schemas and grammars to token masks."""

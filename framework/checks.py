@@ -1,0 +1,30 @@
+"""What a whole plan must fulfil, beyond the fit of each part to its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from workerkit.framework.interfaces.engine import Scheduler
+from workerkit.framework.interfaces.sampling import SlotPart
+from workerkit.framework.plan import Node
+
+T = TypeVar("T")
+
+
+def _parts(nodes: Mapping[str, Node], interface: type[T]) -> Iterator[tuple[str, type[T], Node]]:
+    for key, node in nodes.items():
+        if isinstance(node.factory, type) and issubclass(node.factory, interface):
+            yield f"components.{key} {node.name!r}", node.factory, node
+
+
+def host_tokens_are_known(nodes: Mapping[str, Node]) -> list[str]:
+    """A part that reads sampled tokens on the host cannot work where steps are planned before these are known."""
+    ahead = [name for name, part, node in _parts(nodes, Scheduler) if part.plans_ahead(node.config)]
+    readers = [name for name, part, _ in _parts(nodes, SlotPart) if part.reads_host_tokens]
+    return [
+        f"{reader} reads sampled tokens on the host, and {scheduler} plans steps before they are known: "
+        "right would be a scheduler without asynchronous scheduling"
+        for reader in readers
+        for scheduler in ahead
+    ]
