@@ -34,6 +34,7 @@ class TokenLogprobs:
         self._num_top = np.full(shape.max_num_reqs, _NOT_ASKED)
         self._num_prompt_top = np.full(shape.max_num_reqs, _NOT_ASKED)
         self._chosen = SlotTable(shape.max_num_reqs, context.device, torch.int64)
+        self._askers: set[int] = set()  # slots whose request wants any of its output
         self._prompts: dict[int, torch.Tensor] = {}  # of requests that want log-probabilities of theirs
 
     def add(self, slot: int, request: NewRequest) -> None:
@@ -41,6 +42,7 @@ class TokenLogprobs:
         params = request.sampling
         self._chosen.write(slot, params.logprob_token_ids)
         if params.logprobs is not None or params.logprob_token_ids:
+            self._askers.add(slot)
             self._num_top[slot] = self._count(params.logprobs or 0)
         if params.prompt_logprobs is not None:
             self._num_prompt_top[slot] = self._count(params.prompt_logprobs)
@@ -53,6 +55,7 @@ class TokenLogprobs:
     def clear(self, slot: int) -> None:
         """The slot asks for nothing."""
         self._num_top[slot] = self._num_prompt_top[slot] = _NOT_ASKED
+        self._askers.discard(slot)
         self._prompts.pop(slot, None)
 
     def _asking(self, batch: InputBatch) -> np.ndarray:
@@ -61,8 +64,7 @@ class TokenLogprobs:
 
     def select(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor | None:
         """A copy of the logits rows that `of_sampled` works on, [M, V]; None when there is none."""
-        asking = self._asking(batch)
-        if not len(asking):
+        if not self._askers or not len(asking := self._asking(batch)):
             return None
         if len(asking) == batch.num_reqs:
             return logits.clone()
@@ -86,6 +88,8 @@ class TokenLogprobs:
         self, hidden: torch.Tensor, batch: InputBatch, compute_logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> LogprobsTensors | None:
         """Of prompt tokens that follow tokens of this step. At most max_num_reqs rows of logits exist at a time."""
+        if not self._prompts:
+            return None
         plan = batch.plan
         ends = np.minimum(plan.num_computed_tokens + plan.num_scheduled_tokens, plan.prompt_lens - 1)
         counts = np.where(self._num_prompt_top[plan.slots] != _NOT_ASKED, ends - plan.num_computed_tokens, 0)
@@ -114,7 +118,7 @@ class TokenLogprobs:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[M, V], the tokens themselves [M], chosen ids [M, C] -> ids, log-probabilities, ranks."""
         known = tokens.clamp(0, logits.shape[1] - 1)[:, None]  # where nothing was sampled there is no token
-        token_ids = torch.cat((known, most_likely(logits, top), chosen), dim=1)
+        token_ids = torch.cat((known, self._kernels.most_likely_tokens(logits, top), chosen), dim=1)
         logprobs = self._kernels.compute_token_logprobs(logits, token_ids)
         ranks = torch.count_nonzero(logits > logits.gather(1, known), dim=1) + 1
         return token_ids, logprobs, ranks
@@ -141,23 +145,3 @@ def _spread(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     result: np.ndarray = np.repeat(starts, counts) + offsets
     return result
-
-
-def most_likely(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """[M, V] -> ids [M, count] in descending order of their logits, of equal ones the lowest id first.
-
-    What topk yields among equals is its own business, so those at the edge are looked up again, and the rest sorted.
-    """
-    if count == 0:
-        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-    values, ids = logits.topk(count)
-    ids, order = ids.sort()
-    values, order = values.gather(1, order).sort(descending=True, stable=True)
-    ids = ids.gather(1, order)
-    vocab_size, smallest = logits.shape[1], values[:, -1:]
-    falling = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=logits.device)  # exact up to 2^24
-    # Lowest ids first. 1.0 is the last id: in a row of NaN nothing equals anything.
-    edge = vocab_size - torch.where(logits == smallest, falling, 1.0).topk(count).values.long()
-    num_above = (values > smallest).sum(1, keepdim=True)
-    columns = torch.arange(count, device=logits.device)
-    return torch.where(columns < num_above, ids, edge.gather(1, (columns - num_above).clamp(min=0)))

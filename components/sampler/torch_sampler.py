@@ -205,8 +205,10 @@ class TorchSampler(Sampler):
 
     def _random(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         uniform = self._kernels.uniform_from_seed(self._seeds[slots], positions, RandomStream.SAMPLING)
-        tokens = self._kernels.sample_from_probs(logits.softmax(dim=-1), uniform)
-        return tokens.masked_fill_(~logits.amax(dim=-1).isfinite(), -1)
+        probs = logits.softmax(dim=-1)
+        tokens = self._kernels.sample_from_probs(probs, uniform)
+        # Where the largest logit is infinite or not a number, all of the row's probabilities are not numbers.
+        return tokens.masked_fill_(~probs[:, 0].isfinite(), -1)
 
     def raw(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor | None:
         return self._logprobs.select(logits, batch) if self._raw_logprobs else None

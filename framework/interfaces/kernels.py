@@ -29,6 +29,7 @@ OPS = (
     "apply_typical_p",
     "apply_grammar_bitmask",
     "compute_token_logprobs",
+    "most_likely_tokens",
     "uniform_from_seed",
     "sample_from_probs",
 )
@@ -68,6 +69,7 @@ class Kernels(abc.ABC):
     apply_typical_p: ApplyTypicalP
     apply_grammar_bitmask: ApplyGrammarBitmask
     compute_token_logprobs: ComputeTokenLogprobs
+    most_likely_tokens: MostLikelyTokens
     uniform_from_seed: UniformFromSeed
     sample_from_probs: SampleFromProbs
 
@@ -258,6 +260,14 @@ class ComputeTokenLogprobs(Protocol):
     """float32 [N, V], token_ids [N, C] int64 -> [N, C] float32: logit - logsumexp of the row; -inf for a banned one."""
 
     def __call__(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor: ...
+
+
+class MostLikelyTokens(Protocol):
+    """Tokens with the largest logits."""
+
+    """float32 [N, V] -> ids [N, count] int64 in descending order of their logits, of equal ones the lowest id first."""
+
+    def __call__(self, logits: torch.Tensor, count: int) -> torch.Tensor: ...
 
 
 class ApplyTopKTopP(Protocol):

@@ -8,11 +8,12 @@ from typing import Any
 from workerkit.kernels.cpu.attention import decode_attention, prefill_attention
 from workerkit.kernels.cpu.bitmask import apply_grammar_bitmask
 from workerkit.kernels.cpu.cache import reshape_and_cache
+from workerkit.kernels.cpu.logprobs import most_likely_tokens
 from workerkit.kernels.cpu.norm import fused_add_rms_norm, rms_norm
 from workerkit.kernels.cpu.penalties import apply_bad_words, apply_penalties
 from workerkit.kernels.cpu.projection import linear
 from workerkit.kernels.cpu.rope import rotary_embedding
-from workerkit.kernels.cpu.sampling import sample_from_probs
+from workerkit.kernels.cpu.sampling import uniform_from_seed
 from workerkit.kernels.cpu.softmax import compute_token_logprobs
 from workerkit.kernels.cpu.truncation import apply_min_p, apply_top_k_top_p_npu, apply_top_n_sigma, apply_typical_p
 
@@ -32,5 +33,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "apply_typical_p": apply_typical_p,
     "apply_grammar_bitmask": apply_grammar_bitmask,
     "compute_token_logprobs": compute_token_logprobs,
-    "sample_from_probs": sample_from_probs,
+    "most_likely_tokens": most_likely_tokens,
+    "uniform_from_seed": uniform_from_seed,
 }

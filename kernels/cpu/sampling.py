@@ -1,21 +1,22 @@
-"""The inverse CDF with sums of a few rows at a time; the same bits as the reference."""
+"""The random numbers; the same bits as the reference."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from workerkit.kernels.reference import sampling as reference
 
-_CHUNK = 2_000  # blocks at a time, whose float64 copies stay in the processor's cache
+def uniform_from_seed(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    """seeds, positions [N] int64 -> [N] float64 in (0, 1): a hash, so the same whatever else is in the batch.
+    `stream` separates independent uses (0 sampling). In numpy, whose calls cost less on a few numbers."""
+    mixed = _mix(_mix(_mix(seeds.numpy().view(np.uint64)) ^ positions.numpy().view(np.uint64)) ^ np.uint64(stream))
+    return torch.from_numpy(((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
 
 
-def sample_from_probs(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF. probs [N, V] float32 (rows need not be normalised), uniform [N] -> [N] int64; never a token of
-    probability 0. A row without any mass, or with NaN, yields some id below V."""
-    blocks = reference.blocks_of(probs)
-    flat = blocks.flatten(0, 1)
-    sums = torch.empty(len(flat), dtype=torch.float64)
-    for start in range(0, len(flat), _CHUNK):
-        torch.sum(flat[start : start + _CHUNK].double(), -1, out=sums[start : start + _CHUNK])
-    tokens = reference.sample_from_blocks(blocks, sums.view(blocks.shape[:2]), uniform)
-    return tokens.clamp(max=probs.shape[1] - 1)
+def _mix(x: np.ndarray) -> np.ndarray:
+    """One output of splitmix64, see the reference."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed

@@ -29,8 +29,9 @@ def apply_top_n_sigma(logits: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     for start in range(0, num_rows, _CHUNK):
         rows = slice(start, start + _CHUNK)
         exact = logits[rows].double()
-        if bool(logits[rows].amin() == -_INF):
-            counts[rows] = torch.tensor([max(np.count_nonzero(row > -np.inf), 1) for row in logits[rows].numpy()])
+        finite = [np.count_nonzero(row > -np.inf) for row in logits[rows].numpy()]
+        if min(finite) < vocab_size:
+            counts[rows] = torch.tensor(finite).clamp(min=1)
             torch.threshold_(exact, -_INF, 0.0)
         sums[rows] = exact.sum(-1)
         squares[rows] = exact.square_().sum(-1)

@@ -9,7 +9,7 @@ from workerkit.kernels.reference.activation import silu_and_mul
 from workerkit.kernels.reference.attention import decode_attention, paged_attention, prefill_attention
 from workerkit.kernels.reference.bitmask import apply_grammar_bitmask
 from workerkit.kernels.reference.cache import reshape_and_cache
-from workerkit.kernels.reference.logprobs import compute_token_logprobs
+from workerkit.kernels.reference.logprobs import compute_token_logprobs, most_likely_tokens
 from workerkit.kernels.reference.norm import fused_add_rms_norm, rms_norm
 from workerkit.kernels.reference.penalties import apply_bad_words, apply_penalties
 from workerkit.kernels.reference.projection import linear
@@ -40,6 +40,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "apply_typical_p": apply_typical_p,
     "apply_grammar_bitmask": apply_grammar_bitmask,
     "compute_token_logprobs": compute_token_logprobs,
+    "most_likely_tokens": most_likely_tokens,
     "uniform_from_seed": uniform_from_seed,
     "sample_from_probs": sample_from_probs,
 }

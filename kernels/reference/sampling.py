@@ -39,28 +39,20 @@ def uniform_from_seed(seeds: torch.Tensor, positions: torch.Tensor, stream: int)
 
 def sample_from_probs(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse CDF. probs [N, V] float32 (rows need not be normalised), uniform [N] -> [N] int64; never a token of
-    probability 0. A row without any mass, or with NaN, yields some id below V."""
-    blocks = blocks_of(probs)
-    return sample_from_blocks(blocks, blocks.double().sum(-1), uniform).clamp(max=probs.shape[-1] - 1)
+    probability 0. A row without any mass, or with NaN, yields some id below V.
 
-
-def blocks_of(probs: torch.Tensor) -> torch.Tensor:
-    """[N, V] -> [N, blocks, 128], zeros behind the vocabulary."""
-    missing = -probs.shape[-1] % _BLOCK
-    return (F.pad(probs, (0, missing)) if missing else probs).view(len(probs), -1, _BLOCK)
-
-
-def sample_from_blocks(blocks: torch.Tensor, sums: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """`sample_from_probs` given the float64 sum of every block, [N, blocks].
-
-    The CDF is summed in float64, of blocks first and then within the block that holds the token: a tenth of the work,
-    and sums of a fixed length, which do not depend on the other rows or on how they are shared among threads.
+    Blocks are summed in float32, which is off by some 1e-7 of a block's mass, and their sums in float64; then the block
+    that holds the token in float64. A tenth of the work, and sums of a fixed length, which do not depend on the other
+    rows or on how they are shared among threads.
     """
-    ends = F.pad(sums.cumsum(-1), (1, 0))  # [N, 1 + blocks], the CDF at the edges of the blocks
+    missing = -probs.shape[-1] % _BLOCK
+    blocks = (F.pad(probs, (0, missing)) if missing else probs).view(len(probs), -1, _BLOCK)
+    ends = F.pad(blocks.sum(-1).double().cumsum(-1), (1, 0))  # [N, 1 + blocks], the CDF at the edges of the blocks
     target = uniform.double()[:, None] * ends[:, -1:]
     block = _first_above(ends[:, 1:].contiguous(), target)
     within = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double().cumsum(-1)
-    return (block * _BLOCK + _first_above(within, target - ends.gather(-1, block)))[:, 0]
+    token = block * _BLOCK + _first_above(within, target - ends.gather(-1, block))
+    return token[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def _first_above(cdf: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

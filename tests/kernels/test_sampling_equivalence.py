@@ -49,12 +49,22 @@ def test_cpu_logprobs_are_within_rounding_of_the_reference(data):
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_cpu_draws_the_same_tokens_as_the_reference(data):
-    logits, generator = data.draw(rows_of_logits())
-    probs = logits.softmax(-1).nan_to_num(0.0)
-    uniform = torch.rand(len(probs), generator=generator, dtype=torch.float64)
-    expected = reference.OPS["sample_from_probs"](probs, uniform)
-    assert torch.equal(cpu.OPS["sample_from_probs"](probs, uniform), expected)
+def test_cpu_finds_the_same_most_likely_tokens_as_the_reference(data):
+    logits, _ = data.draw(rows_of_logits())
+    count = data.draw(st.integers(0, min(logits.shape[1], 50)))
+    expected = reference.OPS["most_likely_tokens"](logits, count)
+    assert torch.equal(cpu.OPS["most_likely_tokens"](logits, count), expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seeds=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20),
+    position=st.integers(0, 2**40),
+    stream=st.integers(0, 5),
+)
+def test_cpu_hashes_to_the_same_bits_as_the_reference(seeds, position, stream):
+    numbers = torch.tensor(seeds), torch.arange(position, position + len(seeds)), stream
+    assert torch.equal(cpu.OPS["uniform_from_seed"](*numbers), reference.OPS["uniform_from_seed"](*numbers))
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
@@ -87,18 +97,17 @@ def test_a_row_does_not_depend_on_its_batch(library, name, vocab):
         assert torch.equal(LIBRARIES[library][name](logits[row : row + 1].clone(), *alone)[0], whole[row])
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("vocab", [130, 40_003])
-def test_a_draw_does_not_depend_on_its_batch(library, vocab):
+def test_a_draw_does_not_depend_on_its_batch(vocab):
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(33, vocab, generator=generator) * 3
     uniform = torch.rand(33, generator=generator, dtype=torch.float64)
     probs = logits.softmax(-1)
-    whole = LIBRARIES[library]["sample_from_probs"](probs, uniform)
+    whole = reference.OPS["sample_from_probs"](probs, uniform)
     for row in range(33):
         alone = logits[row : row + 1].softmax(-1)  # softmax is part of the draw
         assert torch.equal(alone[0], probs[row])
-        assert LIBRARIES[library]["sample_from_probs"](alone, uniform[row : row + 1]) == whole[row]
+        assert reference.OPS["sample_from_probs"](alone, uniform[row : row + 1]) == whole[row]
 
 
 @pytest.mark.parametrize("name", [name for name in IN_PLACE if name != "apply_penalties"])
@@ -128,3 +137,20 @@ def test_argmax_takes_the_lowest_id_of_those_tied(rows):
         logits.zero_()
         logits[:, tied] = 1.0
         assert logits.argmax(-1).tolist() == [min(tied)] * rows
+
+
+# --- the order of the most likely
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([-INF, -1.0, -0.0, 0.0, 0.5, 2.0]), min_size=7, max_size=7), min_size=1, max_size=4
+    ),
+    count=st.integers(0, 7),
+)
+def test_equally_likely_tokens_come_in_the_order_of_their_ids(rows, count):
+    """So the first n of a longer list are the list of n, and no other request's wish changes a row."""
+    expected = [sorted(range(7), key=lambda i: (-row[i], i))[:count] for row in rows]
+    for ops in LIBRARIES.values():
+        assert ops["most_likely_tokens"](torch.tensor(rows), count).tolist() == expected

@@ -8,15 +8,16 @@ import torch
 
 from workerkit.kernels import cpu, reference
 
-uniform_from_seed = reference.OPS["uniform_from_seed"]
-
 
 @pytest.fixture(params=["reference", "cpu"])
-def sample_from_probs(request):
-    return {"reference": reference, "cpu": cpu}[request.param].OPS["sample_from_probs"]
+def uniform_from_seed(request):
+    return {"reference": reference, "cpu": cpu}[request.param].OPS["uniform_from_seed"]
 
 
-def test_splitmix64_against_python_integers():
+sample_from_probs = reference.OPS["sample_from_probs"]
+
+
+def test_splitmix64_against_python_integers(uniform_from_seed):
     def mix(x):
         x = (x + 0x9E3779B97F4A7C15) % 2**64
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -31,7 +32,7 @@ def test_splitmix64_against_python_integers():
 
 
 @pytest.mark.parametrize("axis", ["seed", "position", "stream"])
-def test_uniform_is_uniform_and_uncorrelated_along(axis):
+def test_uniform_is_uniform_and_uncorrelated_along(uniform_from_seed, axis):
     n = 100_000
     count = torch.arange(n)
     zero = torch.zeros_like(count)
@@ -53,7 +54,7 @@ def test_uniform_is_uniform_and_uncorrelated_along(axis):
         assert abs(((bits >> bit) & 1).double().mean() - 0.5) < 5 * 0.5 / math.sqrt(n)
 
 
-def test_uniform_depends_on_its_own_row_only():
+def test_uniform_depends_on_its_own_row_only(uniform_from_seed):
     seeds, positions = torch.arange(50) * 977, torch.arange(50) % 7
     whole = uniform_from_seed(seeds, positions, 0)
     assert torch.equal(uniform_from_seed(seeds[17:18], positions[17:18], 0), whole[17:18])
@@ -62,7 +63,7 @@ def test_uniform_depends_on_its_own_row_only():
     assert swapped[0] != swapped[1]
 
 
-def test_samples_follow_the_distribution(sample_from_probs):
+def test_samples_follow_the_distribution(uniform_from_seed):
     probs = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0])  # not normalised
     n = 200_000
     uniform = uniform_from_seed(torch.arange(n), torch.zeros(n, dtype=torch.long), 0)
@@ -72,7 +73,7 @@ def test_samples_follow_the_distribution(sample_from_probs):
     assert (((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum() < 25
 
 
-def test_the_ends_of_the_interval_never_give_an_impossible_token(sample_from_probs):
+def test_the_ends_of_the_interval_never_give_an_impossible_token():
     probs = torch.rand(64, 1000)
     probs[:, :7] = 0.0
     probs[:, -9:] = 0.0
@@ -81,13 +82,13 @@ def test_the_ends_of_the_interval_never_give_an_impossible_token(sample_from_pro
         assert (probs.gather(1, token[:, None]) > 0).all()
 
 
-def test_b117_rows_without_a_distribution_give_an_id_below_the_vocabulary(sample_from_probs):
+def test_b117_rows_without_a_distribution_give_an_id_below_the_vocabulary():
     rows = torch.stack((torch.zeros(10), torch.full((10,), float("nan"))))
     token = sample_from_probs(rows, torch.tensor([0.3, 0.9], dtype=torch.float64))
     assert ((token >= 0) & (token < 10)).all()
 
 
-def test_a_draw_is_where_the_cdf_first_exceeds_the_number(sample_from_probs):
+def test_a_draw_is_where_the_cdf_first_exceeds_the_number():
     """Against Python's own sums, over several blocks of the vocabulary and one that is not full."""
     generator = torch.Generator().manual_seed(0)
     probs = torch.randint(0, 4, (50, 391), generator=generator).float()  # sums are exact
@@ -97,7 +98,7 @@ def test_a_draw_is_where_the_cdf_first_exceeds_the_number(sample_from_probs):
         assert token == next(i for i, mass in enumerate(cdf) if mass > number * sum(row))
 
 
-def test_a_number_at_an_edge_takes_the_token_behind_it(sample_from_probs):
+def test_a_number_at_an_edge_takes_the_token_behind_it():
     probs = torch.zeros(4, 300)
     probs[:, [5, 127, 128, 299]] = 1.0
     uniform = torch.tensor([0.0, 0.25, 0.5, 0.75], dtype=torch.float64)

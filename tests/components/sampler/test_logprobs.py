@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from workerkit.components.sampler.logprobs import most_likely
 from workerkit.framework.interfaces.sampling import SamplerOutput
 from workerkit.framework.testing.fakes_sampling import FakeRejection
 
@@ -179,19 +176,3 @@ def test_prompt_logprobs_after_a_cached_prefix_or_a_preemption_are_those_of_the_
     ((ids, values, _),) = by_request(tensors).values()
     assert ids == [[4]]
     torch.testing.assert_close(values[0, 0], hidden[0].log_softmax(-1)[4])
-
-
-# --- the order of the most likely
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    rows=st.lists(
-        st.lists(st.sampled_from([-np.inf, -1.0, -0.0, 0.0, 0.5, 2.0]), min_size=7, max_size=7), min_size=1, max_size=4
-    ),
-    count=st.integers(0, 7),
-)
-def test_equally_likely_tokens_come_in_the_order_of_their_ids(rows, count):
-    """So the first n of a longer list are the list of n, and no other request's wish changes a row."""
-    expected = [sorted(range(7), key=lambda i: (-row[i], i))[:count] for row in rows]
-    assert most_likely(torch.tensor(rows), count).tolist() == expected
