@@ -100,6 +100,8 @@ class Assembly:
             return providers.Object(_KVStage(self))
         if wire.bundle is not None:
             return providers.Factory(wire.bundle_class, **{n: self._provider(w) for n, w in wire.bundle.items()})
+        if wire.names is not None:
+            return providers.Callable(_named, wire.names, *[self._container.providers[key] for key in wire.keys])
         if wire.many:
             return providers.Callable(_tuple, *[self._container.providers[key] for key in wire.keys])
         if wire.keys and wire.later:
@@ -205,6 +207,10 @@ def _is_per_worker(node: Node) -> bool:
 
 def _tuple(*parts: Any) -> tuple[Any, ...]:
     return parts
+
+
+def _named(names: tuple[str, ...], *parts: Any) -> dict[str, Any]:
+    return dict(zip(names, parts, strict=True))
 
 
 def _build(node: Node, **arguments: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from workerkit.framework.interfaces.engine import Scheduler
 from workerkit.framework.interfaces.sampling import SlotPart
+from workerkit.framework.interfaces.speculation import DraftWeights, Speculator
 from workerkit.framework.plan import Node
 
 T = TypeVar("T")
@@ -16,6 +17,14 @@ def _parts(nodes: Mapping[str, Node], interface: type[T]) -> Iterator[tuple[str,
     for key, node in nodes.items():
         if isinstance(node.factory, type) and issubclass(node.factory, interface):
             yield f"components.{key} {node.name!r}", node.factory, node
+
+
+def one_draft_is_enough(nodes: Mapping[str, Node]) -> list[str]:
+    """There is one draft: proposers that work with its network cannot share a worker."""
+    users = [name for name, _, node in _parts(nodes, Speculator) if DraftWeights.__name__ in node.edges()]
+    if len(users) < 2:
+        return []
+    return [f"{' and '.join(users)} each need a draft network, and components.draft brings one: name one of them"]
 
 
 def host_tokens_are_known(nodes: Mapping[str, Node]) -> list[str]:

@@ -63,6 +63,10 @@ class StepSpec:
         """Device tensors: not to be read on the host here."""
 
     @hookspec
+    def drafts_proposed(self, batch: InputBatch) -> None:
+        """The speculator is done; not called without one. On the device's stream."""
+
+    @hookspec
     def step_finished(self, batch: InputBatch) -> None:
         """State is committed and drafts are proposed; on the device's stream."""
 
@@ -141,6 +145,9 @@ class WorkerHooks(StepHooks):
 
     def tokens_sampled(self, batch: InputBatch, output: SamplerOutput) -> None:
         self._fire("tokens_sampled", batch=batch, output=output)
+
+    def drafts_proposed(self, batch: InputBatch) -> None:
+        self._fire("drafts_proposed", batch=batch)
 
     def step_finished(self, batch: InputBatch) -> None:
         self._fire("step_finished", batch=batch)

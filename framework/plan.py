@@ -21,6 +21,7 @@ class Wire:
 
     keys: tuple[str, ...] = ()
     many: bool = False
+    names: tuple[str, ...] | None = None  # of the nodes: they come as a mapping
     later: bool = False
     value: Any = None
     special: type | None = None
@@ -213,7 +214,10 @@ class Planner:
             keys = members or ()
             if not need.many and len(keys) != 1:
                 self._problems.append(f"components.{key}.{parameter}: expected one {role.name}, got {len(keys)}")
-            return Wire(keys=keys, many=need.many, later=need.later)
+            names = tuple(self._nodes[k].name for k in keys) if need.named else None
+            if twice := sorted({name for name in names or () if (names or ()).count(name) > 1}):
+                self._problems.append(f"components.{key}.{parameter}: {', '.join(twice)} more than once")
+            return Wire(keys=keys, many=need.many, names=names, later=need.later)
         if role.name not in self._nodes:
             if not self._chooser.is_settled(role):
                 self._problems.append(f"components.{key} needs components.{role.name} (parameter {parameter!r})")

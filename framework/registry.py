@@ -41,6 +41,7 @@ class Need:
 
     role: Role[Any] | None = None
     many: bool = False
+    named: bool = False  # many, by the names that the config gives them
     later: bool = False
     exact: type | None = None  # the annotation, a sub-interface of the role's perhaps
     value: type | None = None  # a stage value
@@ -236,12 +237,15 @@ class Registry:
             needs[parameter.name] = need
         return config, needs
 
-    def _need(self, hint: Any) -> Need | None:
+    def _need(self, hint: Any, many: bool = False) -> Need | None:
         if get_origin(hint) is Later:
             inner = self._need(get_args(hint)[0])
             return inner and attrs.evolve(inner, later=True)
+        if get_origin(hint) is Mapping and get_args(hint)[0] is str:
+            inner = self._need(get_args(hint)[1], many=True)
+            return inner and attrs.evolve(inner, many=True, named=True)
         if get_origin(hint) is tuple and len(get_args(hint)) == 2 and get_args(hint)[1] is Ellipsis:
-            inner = self._need(get_args(hint)[0])
+            inner = self._need(get_args(hint)[0], many=True)
             return inner and attrs.evolve(inner, many=True)
         if not isinstance(hint, type):
             return None
@@ -256,7 +260,8 @@ class Registry:
             if all(fields.values()):
                 return Need(bundle={n: need for n, need in fields.items() if need}, bundle_class=hint)
             return None
-        for role in self.roles.values():
+        # Two roles may share an interface: one part (a speculator), and a list of them (a composite's proposers).
+        for role in sorted(self.roles.values(), key=lambda role: role.many != many):
             if issubclass(hint, role.interface):
                 return Need(role=role, exact=hint)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workerkit.framework.checks import host_tokens_are_known
+from workerkit.framework.checks import host_tokens_are_known, one_draft_is_enough
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatchBuilder, RequestStates
 from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, MemoryPool, ParallelGroups
@@ -26,17 +26,15 @@ from workerkit.framework.interfaces.kv_cache import BlockTables, KVCacheManager,
 from workerkit.framework.interfaces.model import LoadedModel, Model, ModelLibrary, ModelLoader
 from workerkit.framework.interfaces.observer import Observer
 from workerkit.framework.interfaces.runner import ModelRunner, RunnerParts, WorkerShape
-from workerkit.framework.interfaces.sampling import (
+from workerkit.framework.interfaces.sampling import Grammar, Sampler, SamplerStage
+from workerkit.framework.interfaces.sections import CacheSection, LimitsSection, ModelSection
+from workerkit.framework.interfaces.speculation import (
     DraftModel,
     DraftWeights,
-    Grammar,
     RejectionSampler,
-    Sampler,
-    SamplerStage,
     Speculator,
     VerifyBudget,
 )
-from workerkit.framework.interfaces.sections import CacheSection, LimitsSection, ModelSection
 from workerkit.framework.interfaces.store import ModelStore
 from workerkit.framework.interfaces.structured import StructuredOutputs
 from workerkit.framework.interfaces.text import ChatTemplate, Tokenizer
@@ -64,9 +62,10 @@ MODEL_STATE = Role(
 MODEL_LIBRARY = Role("model_library", ModelLibrary, "networks by architecture name", default="native")
 LOADER = Role("loader", ModelLoader, "reads checkpoints", default="auto_detect")
 MODEL_STORE = Role("model_store", ModelStore, "named models and where files are", default="local")
-DRAFT = Role("draft", DraftModel, "weights of a draft", default="none", version=0)
-SPECULATOR = Role("speculator", Speculator, "proposes drafts", default="none", version=0, per_worker=True)
-REJECTION = Role("rejection", RejectionSampler, "verifies drafts", default="none", version=0, per_worker=True)
+DRAFT = Role("draft", DraftModel, "weights of a draft", default="none")
+SPECULATOR = Role("speculator", Speculator, "proposes drafts", default="none", per_worker=True)
+PROPOSER = Role("proposer", Speculator, "proposers of a composite", many=True, nested=True, per_worker=True)
+REJECTION = Role("rejection", RejectionSampler, "verifies drafts", default="standard", per_worker=True)
 SAMPLER = Role("sampler", Sampler, "logits to tokens", default="torch", per_worker=True)
 SAMPLER_STAGE = Role(
     "sampler_stage", SamplerStage, "one step of logits processing", many=True, nested=True, per_worker=True
@@ -74,7 +73,7 @@ SAMPLER_STAGE = Role(
 LORA = Role("lora", LoRA, "adapters", default="none", version=0, per_worker=True)
 ENCODER = Role("encoder", Encoder, "vision or audio inputs", default="none", version=0, per_worker=True)
 GRAMMAR = Role("grammar", Grammar, "applies the bitmasks of structured outputs", default="bitmask", per_worker=True)
-VERIFY_BUDGET = Role("verify_budget", VerifyBudget, "how many drafts are verified", default="none", version=0)
+VERIFY_BUDGET = Role("verify_budget", VerifyBudget, "how many drafts are verified", default="none", per_worker=True)
 MEMORY_POOL = Role("memory_pool", MemoryPool, "gives memory back during sleep", default="storage", per_worker=True)
 EPLB = Role("eplb", EPLBController, "balances experts", default="none", version=0, per_worker=True)
 EPLB_POLICY = Role("eplb_policy", EPLBPolicy, "where replicas of experts go", version=0)
@@ -121,6 +120,7 @@ ROLES: tuple[Role[Any], ...] = (
     REJECTION,
     GRAMMAR,
     SPECULATOR,
+    PROPOSER,
     VERIFY_BUDGET,
     LORA,
     ENCODER,
@@ -147,7 +147,7 @@ def new_registry() -> Registry:
         registry.add_role(role)
     registry.sections.update(model=ModelSection, limits=LimitsSection, cache=CacheSection)
     registry.bundles.add(RunnerParts)
-    registry.checks.append(host_tokens_are_known)
+    registry.checks += [host_tokens_are_known, one_draft_is_enough]
     registry.published.add(KVLayout)
     registry.producers.update(
         {

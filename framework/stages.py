@@ -7,8 +7,8 @@ from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, 
 from workerkit.framework.interfaces.kv_cache import KVCacheManager, KVCaches, KVLayout
 from workerkit.framework.interfaces.model import LoadedModel, Model, ModelLoader
 from workerkit.framework.interfaces.runner import WorkerShape
-from workerkit.framework.interfaces.sampling import DraftModel, DraftWeights
 from workerkit.framework.interfaces.sections import LimitsSection, ModelSection
+from workerkit.framework.interfaces.speculation import DraftModel, DraftWeights
 
 
 def open_device(device: DeviceRuntime, parallel: ParallelGroups) -> DeviceContext:

@@ -52,6 +52,9 @@ def worker_components(registry: Registry) -> None:
     add(roles.KERNEL_LIBRARY, "reference", f"{library}:ReferenceKernels", suits=_anywhere)
     add(roles.MODEL, "native", f"{_C}.model.native:NativeModel")
     add(roles.MODEL_LIBRARY, "native", f"{_C}.model.library:NativeLibrary")
+    add(roles.DRAFT, "checkpoint", f"{_C}.model.draft:CheckpointDraft")
+    add(roles.DRAFT, "random", f"{_C}.model.draft:RandomDraft")
+    add(roles.DRAFT, "target", f"{_C}.model.draft:TargetDraft")
     add(roles.MODEL_STORE, "local", f"{_C}.loader.store:LocalModelStore")
     add(roles.LOADER, "auto_detect", f"{_C}.loader.auto:AutoLoader")
     add(roles.LOADER, "safetensors", f"{_C}.loader.safetensors:SafetensorsLoader")
@@ -79,6 +82,10 @@ def worker_components(registry: Registry) -> None:
     )
     for name, where in stages.items():
         add(roles.SAMPLER_STAGE, name, f"{_C}.sampler.{where}")
+    add(roles.REJECTION, "standard", f"{_C}.rejection.standard:StandardRejection")
+    add(roles.REJECTION, "block", f"{_C}.rejection.block:BlockRejection")
+    add(roles.REJECTION, "synthetic", f"{_C}.rejection.synthetic:SyntheticRejection")
+    add(roles.VERIFY_BUDGET, "confidence", f"{_C}.verify_budget.confidence:ConfidenceBudget")
     add(roles.DEVICE, "cpu", f"{_C}.device.cpu:CpuDevice")
     add(roles.MEMORY_POOL, "storage", f"{_C}.device.memory_pool:StoragePool")
     add(roles.PARALLEL, "single", f"{_C}.parallel.single:SingleProcess")
@@ -98,6 +105,23 @@ def worker_components(registry: Registry) -> None:
     )
     add(roles.STRUCTURED_OUTPUTS, "none", f"{_C}.structured.none:NoStructuredOutputs", suits=_anywhere)
     add(roles.ENGINE, "standalone", f"{_C}.engine.standalone:StandaloneEngine")
+    # Each proposer may be a worker's speculator, or one of those that a composite chooses from.
+    proposers = {
+        "draft_model": "draft_model:DraftModelSpeculator",
+        "eagle": "eagle:EagleSpeculator",
+        "eagle3": "eagle:EagleSpeculator",
+        "mtp": "eagle:EagleSpeculator",
+        "medusa": "medusa:MedusaSpeculator",
+        "dflash": "block:DFlash",
+        "dspark": "block:DSpark",
+        "ngram": "ngram:NgramSpeculator",
+        "suffix": "suffix:SuffixSpeculator",
+    }
+    verified = {"rejection": "standard"}
+    for name, where in proposers.items():
+        add(roles.SPECULATOR, name, f"{_C}.speculator.{where}", defaults=verified)
+        add(roles.PROPOSER, name, f"{_C}.speculator.{where}")
+    add(roles.SPECULATOR, "composite", f"{_C}.speculator.composite:CompositeSpeculator", defaults=verified)
     none: tuple[tuple[Role[Any], str], ...] = (
         (roles.GRAPH, "graph.none:NoGraph"),
         (roles.ENCODER_GRAPH, "graph.none:NoEncoderGraph"),

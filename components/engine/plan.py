@@ -37,6 +37,7 @@ class ScheduledRequest:
     num_published: int = 0  # tokens whose full blocks were published; max_len when that must not go on
     num_pending: int = 0  # tokens that the steps in flight may add, at most
     num_in_flight: int = 0  # steps in flight that hold it
+    num_drafts: int = 0  # that the worker holds for it, as of its last answer; not looked at before its prefill is done
     finished: bool = False
 
     @property
@@ -69,14 +70,38 @@ class ScheduledRequest:
             self.sampling = attrs.evolve(self.sampling, prompt_logprobs=None)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class Row:
     """One request's share of a step."""
 
     request: ScheduledRequest
     num_tokens: int  # scheduled, drafts included
-    num_drafts: int
     max_sampled: int  # 0 for a partial prefill
+    max_drafts: int = 0  # that it may verify, where the step has room for them
+    num_drafts: int = 0
+
+    @property
+    def num_real_drafts(self) -> int:
+        """Those that are no placeholders; known when the answer of the request's step before is."""
+        return min(self.num_drafts, self.request.num_drafts)
+
+
+@attrs.define(kw_only=True)
+class Counts:
+    """Since the scheduler was made."""
+
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def add_answer(self, row: Row, tokens: Sequence[int]) -> None:
+        """What became of the row's drafts."""
+        if tokens and row.num_real_drafts:
+            self.num_drafts += 1
+            self.num_draft_tokens += row.num_real_drafts
+            self.num_accepted_tokens += len(tokens) - 1
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -89,7 +114,23 @@ class Plan:
     cached: list[CachedRequest] = attrs.field(factory=list)
     preempted: set[str] = attrs.field(factory=set)
     copies: list[tuple[int, int]] = attrs.field(factory=list)
-    short_of_blocks: bool = False  # whatever is free is meant for a running request
+
+    def hand_out_drafts(self) -> None:
+        """What is left of the budget goes to drafts. When that is not enough for all, rows get equally many: of a row's
+        drafts the first ones are the most likely to be accepted."""
+        drafting = rows = [row for row in self.rows if row.max_drafts]
+        while rows and self.budget:
+            share = max(1, self.budget // len(rows))
+            for row in rows[: self.budget]:
+                more = min(share, row.max_drafts - row.num_drafts)
+                row.num_drafts += more
+                self.budget -= more
+            rows = [row for row in rows if row.num_drafts < row.max_drafts]
+        for row in drafting:
+            row.num_tokens += row.num_drafts
+            row.max_sampled += row.num_drafts
+            row.request.num_computed += row.num_drafts
+            row.request.num_pending += row.num_drafts
 
 
 def check_answer(rows: Sequence[Row], sampled: Mapping[str, tuple[int, ...]]) -> None:
@@ -99,8 +140,9 @@ def check_answer(rows: Sequence[Row], sampled: Mapping[str, tuple[int, ...]]) ->
         raise IntegrityError(f"the worker answered for requests that were not in the step: {sorted(unknown)}")
     for row in rows:
         count = len(sampled.get(row.request.req_id, ()))
-        if not row.request.finished and not min(1, row.max_sampled) <= count <= row.max_sampled:
+        fewest = min(1, row.max_sampled)
+        most = row.max_sampled - row.num_drafts + row.num_real_drafts  # a placeholder is never accepted
+        if not row.request.finished and not fewest <= count <= most:
             raise IntegrityError(
-                f"the worker returned {count} tokens for {row.request.req_id!r}, "
-                f"right would be {min(1, row.max_sampled)} to {row.max_sampled}"
+                f"the worker returned {count} tokens for {row.request.req_id!r}, right would be {fewest} to {most}"
             )

@@ -63,6 +63,9 @@ class PrefixCache:
     Only full blocks are published whose tokens are all known: neither drafts nor the placeholders of asynchronous
     scheduling. That happens when the step that fills them is scheduled, since it writes them before anyone attends to
     them; a request that is admitted to the same step may share them.
+
+    A draft network's layers lie in the same blocks. Theirs at a block's last token may depend on the token behind it,
+    which may be another where the block is shared: that can cost a request a draft, but changes none of its tokens.
     """
 
     def __init__(self, pool: BlockPool, block_sizes: Sequence[int]) -> None:

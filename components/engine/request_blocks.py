@@ -9,13 +9,21 @@ from workerkit.components.engine.plan import ScheduledRequest
 from workerkit.components.engine.prefix_cache import Hit, PrefixCache
 from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.kv_cache import KVLayout
+from workerkit.framework.interfaces.runner import WorkerShape
 
 
 class RequestBlocks:
-    """Keeps `ScheduledRequest.block_ids`. Without prefix caching nothing is published, so nothing is found."""
+    """Keeps `ScheduledRequest.block_ids`. Without prefix caching nothing is published, so nothing is found.
 
-    def __init__(self, layout: KVLayout, prefix_caching: bool) -> None:
+    With speculation every request has blocks for K + 1 positions more than are computed, up to the end of the context:
+    there a draft network writes its own keys and values, before it is known which of its tokens stay. They lie behind
+    all known tokens that are computed, so no such block is shared or published.
+    """
+
+    def __init__(self, layout: KVLayout, shape: WorkerShape, prefix_caching: bool) -> None:
         self._sizes = layout.block_sizes
+        self._num_ahead = shape.num_speculative_tokens + 1 if shape.num_speculative_tokens else 0
+        self._max_model_len = shape.max_model_len
         self._none = [0] * len(self._sizes)
         self._pool = BlockPool(layout.num_blocks)
         self._prefixes = PrefixCache(self._pool, layout.block_sizes)
@@ -30,17 +38,20 @@ class RequestBlocks:
     def num_usable(self) -> int:
         return self._pool.num_usable
 
+    def _reach(self, num_tokens: int) -> int:
+        return min(num_tokens + self._num_ahead, self._max_model_len)
+
     def count(self, num_tokens: int) -> int:
-        """Blocks of all groups for that many tokens."""
-        return sum(-(-num_tokens // size) for size in self._sizes)
+        """Blocks of all groups for that many computed tokens."""
+        return sum(-(-self._reach(num_tokens) // size) for size in self._sizes)
 
     def missing(self, request: ScheduledRequest, num_tokens: int) -> list[int]:
         """How many more blocks of each group a request needs to have that many tokens computed."""
-        if num_tokens <= request.capacity:
+        reach = self._reach(num_tokens)
+        if reach <= request.capacity:
             return self._none
         return [
-            max(0, -(-num_tokens // size) - len(have))
-            for size, have in zip(self._sizes, request.block_ids, strict=True)
+            max(0, -(-reach // size) - len(have)) for size, have in zip(self._sizes, request.block_ids, strict=True)
         ]
 
     def grow(self, request: ScheduledRequest, needed: Sequence[int]) -> tuple[tuple[int, ...], ...]:

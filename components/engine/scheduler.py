@@ -14,7 +14,7 @@ from typing import Any, Literal
 import attrs
 
 from workerkit.components.engine.admission import check_cache, check_lengths, check_step, check_token_ids
-from workerkit.components.engine.plan import Plan, Row, ScheduledRequest, check_answer
+from workerkit.components.engine.plan import Counts, Plan, Row, ScheduledRequest, check_answer
 from workerkit.components.engine.request_blocks import RequestBlocks
 from workerkit.framework.errors import IntegrityError, RequestError, StageError
 from workerkit.framework.interfaces.engine import EngineRequest, Progress, Scheduler
@@ -63,6 +63,11 @@ class ContinuousScheduler(Scheduler):
     asynchronous scheduling a request is neither preempted nor are its blocks handed on while a step that may write
     them is in flight; who needs them waits for that step.
 
+    With speculation a request verifies as many drafts as the worker's last answer had for it; while that answer is not
+    there yet, K, some of which may prove to be placeholders. It never verifies more than it may still produce, less the
+    one token that comes anyway. Drafts are what a step has room for at the end: they are cut, evenly, before any other
+    token is left out, so they keep no prompt waiting; nor is a request preempted for them.
+
     A request that asks for prompt logprobs needs every prompt position computed, so it does not read the prefix cache;
     others may read what it leaves there.
     """
@@ -71,7 +76,7 @@ class ContinuousScheduler(Scheduler):
         self._config = config
         self._shape = shape
         self._num_groups = len(layout.groups)
-        self._blocks = RequestBlocks(layout, config.prefix_caching)
+        self._blocks = RequestBlocks(layout, shape, config.prefix_caching)
         self._requests: dict[str, ScheduledRequest] = {}
         self._waiting: list[ScheduledRequest] = []  # in order
         self._running: list[ScheduledRequest] = []  # in order; the worker knows exactly these and `_finished_ids`
@@ -79,8 +84,7 @@ class ContinuousScheduler(Scheduler):
         self._finished_ids: set[str] = set()  # the worker has not heard of it yet
         self._in_flight: deque[tuple[SchedulerOutput, list[Row]]] = deque()
         self._num_arrived = 0
-        self._num_preemptions = 0
-        self._num_cached_tokens = 0
+        self._counts = Counts()
 
     @classmethod
     def plans_ahead(cls, config: Any) -> bool:
@@ -100,11 +104,10 @@ class ContinuousScheduler(Scheduler):
 
     def stats(self) -> Mapping[str, int]:
         return {
+            **attrs.asdict(self._counts),
             "num_running": len(self._running),
             "num_waiting": len(self._waiting),
             "num_free_blocks": self._blocks.num_free,
-            "num_preemptions": self._num_preemptions,
-            "num_cached_tokens": self._num_cached_tokens,
         }
 
     # Requests come and go
@@ -167,8 +170,9 @@ class ContinuousScheduler(Scheduler):
         plan = Plan(budget=self._shape.max_num_batched_tokens)
         self._blocks.start_step()
         self._plan_running(plan)
-        if not (plan.preempted or plan.short_of_blocks):
+        if not plan.preempted:
             self._plan_waiting(plan)
+        plan.hand_out_drafts()
         output = SchedulerOutput(
             new_requests=tuple(plan.new),
             cached_requests=tuple(plan.cached),
@@ -192,7 +196,10 @@ class ContinuousScheduler(Scheduler):
             row = self._row(request, plan.budget)
             if row is None:
                 continue
-            needed = self._blocks.missing(request, request.num_computed + row.num_tokens)
+            needed = self._blocks.missing(request, request.num_computed + row.num_tokens + row.max_drafts)
+            if sum(needed) > self._blocks.num_free and row.max_drafts:
+                row.max_drafts = 0
+                needed = self._blocks.missing(request, request.num_computed + row.num_tokens)
             if not self._make_room(request, sum(needed), plan):
                 return
             cached = CachedRequest(
@@ -228,7 +235,7 @@ class ContinuousScheduler(Scheduler):
             plan.new.append(new)
             if request.num_cached is None:
                 request.num_cached = hit.num_tokens
-                self._num_cached_tokens += hit.num_tokens
+                self._counts.num_cached_tokens += hit.num_tokens
             insort(self._running, self._waiting.pop(0), key=_ORDER)
             self._commit(row, plan)
 
@@ -241,24 +248,23 @@ class ContinuousScheduler(Scheduler):
         if missing > budget and fits_alone and not self._config.chunked_prefill:
             return None
         if missing > budget:
-            return Row(request=request, num_tokens=budget, num_drafts=0, max_sampled=0)
-        num_drafts = 0
+            return Row(request=request, num_tokens=budget, max_sampled=0)
+        max_drafts = 0
         if request.num_computed >= request.prefill_len:  # a decode: drafts were proposed after the last step
-            room = min(budget - missing, request.max_len - request.num_tokens - 1)
-            num_drafts = min(self._shape.num_speculative_tokens, room)
-        return Row(request=request, num_tokens=missing + num_drafts, num_drafts=num_drafts, max_sampled=1 + num_drafts)
+            held = self._shape.num_speculative_tokens if request.num_in_flight else request.num_drafts
+            max_drafts = min(held, request.max_len - request.num_tokens - 1)
+        return Row(request=request, num_tokens=missing, max_sampled=1, max_drafts=max_drafts)
 
     def _make_room(self, request: ScheduledRequest, needed: int, plan: Plan) -> bool:
         """Preempt from the end until `needed` blocks are free; False when the request cannot run in this step."""
         while self._blocks.num_free < needed:
             victim = self._running[-1]
             if self._leaving or victim.num_in_flight:
-                plan.short_of_blocks = True  # blocks come free when the step in flight is collected
-                return False
+                return False  # blocks come free when the step in flight is collected; who waits needs more than these
             insort(self._waiting, self._running.pop(), key=_ORDER)
             self._blocks.free(victim)
             victim.restart()
-            self._num_preemptions += 1
+            self._counts.num_preemptions += 1
             plan.preempted.add(victim.req_id)
             if victim is request:
                 return False
@@ -282,18 +288,20 @@ class ContinuousScheduler(Scheduler):
             raise StageError("steps must be updated in the order in which they were scheduled, each once")
         rows = self._in_flight[0][1]
         sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+        num_drafts = dict(zip(output.req_ids, map(len, output.draft_token_ids), strict=bool(output.draft_token_ids)))
         check_answer(rows, sampled)
         self._in_flight.popleft()
         results: dict[str, Progress] = {}
         for row in rows:
-            request = row.request
+            request, tokens = row.request, sampled.get(row.request.req_id, ())
             request.num_in_flight -= 1
+            self._counts.add_answer(row, tokens)
+            request.num_drafts = num_drafts.get(request.req_id, 0)
             if request.finished:
                 if not request.num_in_flight:
                     self._leaving.remove(request)
                     self._blocks.free(request)
                 continue
-            tokens = sampled.get(request.req_id, ())
             request.num_pending -= row.max_sampled
             request.num_computed -= row.max_sampled - len(tokens)  # drafts that were rejected
             if tokens:

@@ -178,8 +178,6 @@ class StandaloneEngine(Engine):
     def _compile(self, wanted: StructuredOutputsParams | None, n: int) -> list[GrammarMatcher]:
         if wanted is None:
             return []
-        if self.shape.num_speculative_tokens:
-            raise RequestError("structured_outputs: the drafts of speculative decoding are not known to this engine")
         try:
             return [self._structured().compile(wanted) for _ in range(n)]
         except UnsupportedError as error:

@@ -131,6 +131,7 @@ class Steps:
         for name, pieces in step.prompt_pieces.items():
             if (piece := output.prompt_logprobs.get(name)) is not None:
                 pieces.add(piece)
+        self._grammars.take_drafts(output)
         for name, progress in results.items():
             completion = self.live[name]
             try:
@@ -144,8 +145,8 @@ class Steps:
         """What ends a completion, in this order: the scheduler (stop ids, lengths), a complete grammar, a stop string
         in the text. Where several would in one step, each looks only at the tokens that the ones before have left."""
         name, reason = completion.name, progress.finish_reason
-        if completion.is_structured and self._grammars.accept(name, progress.token_ids):
-            reason = "stop"
+        if completion.is_structured and (count := self._grammars.accept(name, progress.token_ids)) is not None:
+            progress, reason = attrs.evolve(progress, token_ids=progress.token_ids[:count]), "stop"
         error = _failure(name, len(progress.token_ids), output) if reason == "error" else None
         delta = completion.advance(progress, reason, output.logprobs.get(name), error)
         completion.sink.append(delta)

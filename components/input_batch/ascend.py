@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from workerkit.components.buffers.upload import operand, upload
 from workerkit.components.input_batch.layout import AscendInputBuffers, dummy_plan, lay_out
@@ -52,16 +53,19 @@ class AscendInputBatcher(SlotInputBatch):
         operand(buffers.query_start_loc)[: len(starts)] = operand(starts_sent)
         # Known tokens end with the last sampled one: commit has put it there. Behind it come the drafts.
         input_ids[:] = operand(state.all_token_ids)[token_slots, positions]
+        draft_ids = None
         if len(layout.logits_rows) > num_reqs:
             drafts = layout.logits_offsets > 0
-            draft_at, draft_slots, draft_columns = upload(
+            judges, draft_at, draft_slots, draft_columns = upload(
                 self._device,
+                np.flatnonzero(drafts) - 1,
                 layout.logits_indices[drafts],
                 plan.slots[layout.logits_rows[drafts]],
                 layout.logits_offsets[drafts] - 1,
             )
             ids = state.draft_tokens[draft_slots, draft_columns]
             buffers.input_ids[draft_at] = ids.clamp(min=0).int()  # -1, no draft, has to be some token
+            draft_ids = torch.full_like(logits_rows, -1).index_copy_(0, judges, ids)
         return buffers.batch(
             plan,
             desc,
@@ -70,6 +74,7 @@ class AscendInputBatcher(SlotInputBatch):
             idx_mapping=slots,
             logits_indices=logits_indices,
             logits_rows=logits_rows,
+            draft_ids=draft_ids,
         )
 
     def dummy(self, num_tokens: int, num_reqs: int, desc: BatchDescriptor) -> InputBatch:

@@ -79,6 +79,7 @@ class AscendInputBuffers:
     def __init__(self, shape: WorkerShape, device: torch.device) -> None:
         tokens, rows = shape.max_num_batched_tokens, shape.max_num_reqs
         self._device = device
+        self._no_drafts = torch.full((rows,), -1, device=device)
         self.input_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.by_token = torch.zeros(3, tokens, dtype=torch.int64, device=device)
         self.positions, self.rope_lens, self.token_rows = self.by_token
@@ -117,10 +118,12 @@ class AscendInputBuffers:
         idx_mapping: torch.Tensor,
         logits_indices: torch.Tensor,
         logits_rows: torch.Tensor,
+        draft_ids: torch.Tensor | None,
         exact: Callable[[], np.ndarray] | None = None,
         is_dummy: bool = False,
     ) -> InputBatch:
-        """The views of what was written. `exact` None: exact lengths are copied from the device when asked for."""
+        """The views of what was written. `exact` None: exact lengths are copied from the device when asked for.
+        `draft_ids` None: no row has drafts."""
         num_reqs, num_tokens = plan.num_reqs, len(layout.token_rows)
         seq_lens = self.seq_lens[: desc.num_reqs]
         return InputBatch(
@@ -144,14 +147,22 @@ class AscendInputBuffers:
             token_rows=self.token_rows[: desc.num_tokens],
             logits_indices=logits_indices,
             logits_rows=logits_rows,
+            draft_ids=self._no_drafts[: len(layout.logits_rows)] if draft_ids is None else draft_ids,
             cu_num_logits_np=layout.cu_num_logits.astype(np.int32),
             is_dummy=is_dummy,
         )
 
     def fill_from_host(
-        self, plan: BatchPlan, desc: BatchDescriptor, layout: TokenLayout, input_ids: np.ndarray, is_dummy: bool = False
+        self,
+        plan: BatchPlan,
+        desc: BatchDescriptor,
+        layout: TokenLayout,
+        input_ids: np.ndarray,
+        draft_ids: np.ndarray | None = None,
+        is_dummy: bool = False,
     ) -> InputBatch:
-        """A batch whose plan's counts are exact: everything is worked out and padded in numpy and sent in one copy."""
+        """A batch whose plan's counts are exact: everything is worked out and padded in numpy and sent in one copy.
+        `draft_ids` as in InputBatch, None where no row has drafts."""
         starts = self.starts(plan, desc, layout)
         num_reqs, num_tokens = plan.num_reqs, len(layout.token_rows)
         seq_lens = plan.num_computed_tokens + plan.num_scheduled_tokens
@@ -164,8 +175,9 @@ class AscendInputBuffers:
         rows = np.zeros((2, desc.num_reqs + 1), np.int64)
         rows[0] = starts
         rows[1, :num_reqs] = seq_lens
-        by_token, by_row, idx_mapping, logits_indices, logits_rows = upload(
-            self._device, tokens.ravel(), rows.ravel(), plan.slots, layout.logits_indices, layout.logits_rows
+        drafts = [] if draft_ids is None else [draft_ids]
+        by_token, by_row, idx_mapping, logits_indices, logits_rows, *drafts_sent = upload(
+            self._device, tokens.ravel(), rows.ravel(), plan.slots, layout.logits_indices, layout.logits_rows, *drafts
         )
         by_token, by_row = operand(by_token).reshape(4, -1), operand(by_row).reshape(2, -1)
         operand(self.input_ids)[: desc.num_tokens] = by_token[0]
@@ -179,6 +191,7 @@ class AscendInputBuffers:
             idx_mapping=idx_mapping,
             logits_indices=logits_indices,
             logits_rows=logits_rows,
+            draft_ids=drafts_sent[0] if drafts_sent else None,
             exact=seq_lens.copy,
             is_dummy=is_dummy,
         )

@@ -103,7 +103,17 @@ class NPUInputBatch(RowInputBatch):
             raise IntegrityError("the rows are not those of the plan: sync comes before build")
         layout = lay_out(plan)
         positions = plan.num_computed_tokens[layout.token_rows] + layout.offsets
-        return self._buffers.fill_from_host(plan, desc, layout, self.token_ids_cpu[layout.token_rows, positions])
+        input_ids = self.token_ids_cpu[layout.token_rows, positions]
+        return self._buffers.fill_from_host(plan, desc, layout, input_ids, self._draft_ids(plan))
+
+    def _draft_ids(self, plan: BatchPlan) -> np.ndarray | None:
+        if not plan.num_draft_tokens.any():
+            return None
+        ids: list[int] = []
+        for record, count in zip(self._records, plan.num_draft_tokens.tolist(), strict=True):
+            drafts = record.drafts[:count]
+            ids += drafts + [-1] * (count + 1 - len(drafts))
+        return np.array(ids)
 
     def dummy(self, num_tokens: int, num_reqs: int, desc: BatchDescriptor) -> InputBatch:
         plan = dummy_plan(num_tokens, num_reqs, self._shape)

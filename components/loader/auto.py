@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
+import attrs
 import torch
 
 from workerkit.components.loader.gguf import GGUFLoader
@@ -29,6 +30,9 @@ class AutoLoader(ModelLoader):
 
     def count(self) -> int:
         return self._delegate.count()
+
+    def at(self, source: str) -> ModelLoader:
+        return AutoLoader(attrs.evolve(self._section, source=source), self._files)
 
     @cached_property
     def _delegate(self) -> ModelLoader:

@@ -54,6 +54,9 @@ class GGUFLoader(ModelLoader):
     def count(self) -> int:
         return len(_hf_names(self._header()))
 
+    def at(self, source: str) -> ModelLoader:
+        return GGUFLoader(attrs.evolve(self._section, source=source), self._files)
+
     def _header(self) -> GGUFHeader:
         path = self._files.resolve(self._section.source)
         if not path.is_file():

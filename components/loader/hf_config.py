@@ -1,7 +1,8 @@
 """Hugging Face's config.json (and generation_config.json) to a ModelConfig, in the spellings of transformers 4 and 5.
 
-The four families that the native decoder knows are checked strictly; an architecture of a plugin is only required to
-have the fields every decoder has, and finds the rest in `ModelConfig.raw`.
+The four families that the native decoder knows are checked strictly; any other architecture, a draft's or a plugin's,
+is only required to have the fields every decoder has, and finds the rest in `ModelConfig.raw`. If its `model_type` is
+one of the four, its layers are such: biases, norms of queries and keys, and sliding windows are read as there.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+MEDUSA = "MedusaModel"
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_MEDUSA = {  # a file of Medusa heads may say nothing of the model that they belong to; 0: what that has
+    **{"hidden_size": 0, "vocab_size": 0, "num_hidden_layers": 1, "intermediate_size": 1},
+    **{"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "max_position_embeddings": 1},
+}
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 _MISSING = object()
 
@@ -109,15 +115,21 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelConfig:
     """`source` is the file's name for messages; end-of-sequence ids of both files count."""
     problems: list[str] = []
-    fields = _Fields(raw, problems)
+    raw = _flat(raw)
     architecture = _architecture(raw, problems)
-    family = next((name for name, known in FAMILIES.items() if known == architecture), None)
+    if architecture == MEDUSA:
+        raw = _MEDUSA | raw
+    fields = _Fields(raw, problems)
+    strict = architecture in FAMILIES.values()
+    family = next((name for name, known in FAMILIES.items() if known == architecture), raw.get("model_type"))
+    family = family if family in FAMILIES else None
 
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=None)
     if num_kv_heads is None:  # before grouped queries the field did not exist
         num_kv_heads = num_heads
-    hidden_size = fields.integer("hidden_size")
+    at_least = 0 if architecture == MEDUSA else 1
+    hidden_size = fields.integer("hidden_size", minimum=at_least)
     num_layers = fields.integer("num_hidden_layers")
     head_dim = fields.integer("head_dim", default=None)
     if head_dim is None:
@@ -128,9 +140,9 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     if num_heads % num_kv_heads:
         fields.problem("num_key_value_heads", f"{num_kv_heads} must divide num_attention_heads {num_heads}")
     max_position = fields.integer("max_position_embeddings")
-    if family and raw.get("quantization_config") is not None:
+    if strict and raw.get("quantization_config") is not None:
         fields.problem("quantization_config", "is not supported; use a checkpoint of plain weights, or a GGUF file")
-    hidden_act = fields.choice("hidden_act", _ACTIVATIONS, "silu") if family else str(raw.get("hidden_act", "silu"))
+    hidden_act = fields.choice("hidden_act", _ACTIVATIONS, "silu") if strict else str(raw.get("hidden_act", "silu"))
     attention_bias = fields.flag("attention_bias", False) if family in ("llama", "qwen3") else False
     dtype_field = "dtype" if raw.get("dtype") is not None else "torch_dtype"
     dtype = str(raw.get(dtype_field) or "float32").removeprefix("torch.")
@@ -143,7 +155,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
 
     config = ModelConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.integer("vocab_size", minimum=at_least),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
         num_hidden_layers=num_layers,
@@ -152,7 +164,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_position,
-        rope=_rope(raw, problems, head_dim, max_position, strict=family is not None),
+        rope=_rope(raw, problems, head_dim, max_position, strict=strict),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
@@ -170,10 +182,20 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     return config
 
 
+def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A file of speculators has the fields of the draft's layers one level down."""
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, Mapping):
+        return dict(raw)
+    return {**layer, **{key: value for key, value in raw.items() if key != "model_type" or key not in layer}}
+
+
 def _architecture(raw: Mapping[str, Any], problems: list[str]) -> str:
     names = raw.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         return names[0]
+    if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw:
+        return MEDUSA
     model_type = raw.get("model_type")
     if model_type in FAMILIES:  # transformers writes `architectures` only when it saves a model
         return FAMILIES[model_type]

@@ -9,6 +9,7 @@ import attrs
 import torch
 from attrs import validators
 
+from workerkit.framework.errors import UnsupportedError
 from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, RopeConfig
 from workerkit.framework.interfaces.sections import LimitsSection
 
@@ -117,6 +118,12 @@ class RandomLoader(ModelLoader):
 
     def count(self) -> int:
         return len(_shapes(self.read_config()))
+
+    def at(self, source: str) -> ModelLoader:
+        raise UnsupportedError(
+            f"components.loader: random reads no files, so it cannot read {source}; use a loader that does, or make up "
+            "the draft too (components.draft: random)"
+        )
 
 
 def _gain(name: str) -> float:

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from workerkit.components.loader.hf_config import read_hf_config, read_json
@@ -41,6 +42,9 @@ class SafetensorsLoader(ModelLoader):
 
     def count(self) -> int:
         return sum(len(names) for names in _checked_shards(self._folder()).values())
+
+    def at(self, source: str) -> ModelLoader:
+        return SafetensorsLoader(attrs.evolve(self._section, source=source), self._files)
 
     def _folder(self) -> pathlib.Path:
         path = self._files.resolve(self._section.source)

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from workerkit.components.layers.linear import Linear, MergedLinear
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
-from workerkit.framework.errors import ModelError, WeightError
+from workerkit.components.model.checkpoint import CheckpointNetwork, matrix
+from workerkit.framework.errors import ModelError
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.kv_cache import AttentionLayer
-from workerkit.framework.interfaces.model import ModelConfig, ModelInputs, ModelOutput, Network
+from workerkit.framework.interfaces.model import Attend, ModelConfig, ModelInputs, ModelOutput
 
 logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store it; it follows from the config
+DRAFT = "mtp."  # a draft network that some checkpoints bring along
 
 
 class DecoderLayer(torch.nn.Module):
-    """One block. The residual stream is carried beside the branch that is still to be added to it."""
+    """One block. The residual stream is carried beside the branch that is still to be added to it.
+
+    input_size: width of what attention reads, hidden_size if None; what it returns is hidden_size wide in any case.
+    has_input_norm: False for the first layer of some drafts, which has no such norm: only `after_norm` serves it.
+    """
 
     def __init__(
-        self, config: ModelConfig, layer: AttentionLayer, kernels: Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: AttentionLayer,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        input_size: int | None = None,
+        has_input_norm: bool = True,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -36,8 +49,10 @@ class DecoderLayer(torch.nn.Module):
         self.split = (query_size, key_size, key_size)
         qkv = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
         gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
-        self.qkv_proj = MergedLinear(hidden, qkv, config.qkv_bias, kernels, dtype, device)
+        self.input_layernorm: RMSNorm | None = None
+        if has_input_norm:
+            self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
+        self.qkv_proj = MergedLinear(input_size or hidden, qkv, config.qkv_bias, kernels, dtype, device)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
@@ -49,10 +64,17 @@ class DecoderLayer(torch.nn.Module):
         self.down_proj = Linear("down_proj", config.intermediate_size, hidden, config.mlp_bias, kernels, dtype, device)
 
     def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inputs: ModelInputs
+        self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(What the layer before adds to the stream, the stream), [T, H] each -> the same for the layer behind."""
+        assert self.input_layernorm is not None, "without that norm, after_norm is to be called"
         x, residual = self.input_layernorm.add(x, residual)
+        return self.after_norm(x, residual, cos, sin, attend)
+
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(What attention reads [T, input_size], the stream [T, H]) -> as `forward`; works in place on the stream."""
         num_tokens = x.shape[0]
         query, key, value = (
             part.view(num_tokens, -1, self.layer.head_dim) for part in self.qkv_proj(x).split(self.split, dim=-1)
@@ -60,16 +82,15 @@ class DecoderLayer(torch.nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self.kernels.rotary_embedding(query, key, cos, sin)
-        attended = inputs.attend(self.layer, query, key, value)
+        attended = attend(self.layer, query, key, value)
         x, residual = self.post_attention_layernorm.add(self.o_proj(attended.reshape(num_tokens, -1)), residual)
         return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x))), residual
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Checkpoint name below `model.layers.N.` -> tensor to fill."""
-        tensors: dict[str, torch.Tensor] = {
-            "input_layernorm.weight": self.input_layernorm.weight,
-            "post_attention_layernorm.weight": self.post_attention_layernorm.weight,
-        }
+        tensors: dict[str, torch.Tensor] = {"post_attention_layernorm.weight": self.post_attention_layernorm.weight}
+        if self.input_layernorm is not None:
+            tensors["input_layernorm.weight"] = self.input_layernorm.weight
         for room, linears in (
             ("self_attn", (self.qkv_proj, self.o_proj)),
             ("mlp", (self.gate_up_proj, self.down_proj)),
@@ -82,32 +103,35 @@ class DecoderLayer(torch.nn.Module):
         return tensors
 
 
-class Decoder(torch.nn.Module, Network):
+def make_attention_layers(config: ModelConfig, prefix: str) -> tuple[AttentionLayer, ...]:
+    """One for each layer of the config, in order; names are `{prefix}layers.N.self_attn`."""
+    return tuple(
+        AttentionLayer(
+            name=f"{prefix}layers.{index}.self_attn",
+            index=index,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            sliding_window=window,
+        )
+        for index, window in enumerate(config.sliding_windows or (None,) * config.num_hidden_layers)
+    )
+
+
+class Decoder(CheckpointNetwork):
     """Llama, Qwen2, Qwen3, Mistral and whatever else ModelConfig's numbers can describe.
 
-    Raises ModelError when the numbers contradict each other or ask for an activation that is not there. No weight
-    requires a gradient, so nothing is recorded whatever mode the caller is in.
+    Raises ModelError when the numbers contradict each other or ask for an activation that is not there.
     """
 
     def __init__(self, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        _check(config)
+        check_numbers(config)
         self.config = config
         self.kernels = kernels
-        windows = config.sliding_windows or (None,) * config.num_hidden_layers
-        self._attention_layers = tuple(
-            AttentionLayer(
-                name=f"model.layers.{index}.self_attn",
-                index=index,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                scale=config.head_dim**-0.5,
-                sliding_window=window,
-            )
-            for index, window in enumerate(windows)
-        )
-        self.embed_tokens = _matrix(config.vocab_size, config.hidden_size, dtype, device)
+        self._attention_layers = make_attention_layers(config, "model.")
+        self.embed_tokens = matrix(config.vocab_size, config.hidden_size, dtype, device)
         self.layers = torch.nn.ModuleList(
             DecoderLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
         )
@@ -116,7 +140,7 @@ class Decoder(torch.nn.Module, Network):
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings
-            else _matrix(config.vocab_size, config.hidden_size, dtype, device)
+            else matrix(config.vocab_size, config.hidden_size, dtype, device)
         )
         self.head_product: Callable[[torch.Tensor], torch.Tensor]  # bound, like those of the layers, by load_weights
 
@@ -128,19 +152,19 @@ class Decoder(torch.nn.Module, Network):
     def tap_points(self) -> tuple[str, ...]:
         return ("embed", *(f"layers.{index}" for index in range(self.config.num_hidden_layers)))
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(input_ids, self.embed_tokens)
+
     def forward(self, inputs: ModelInputs) -> ModelOutput:
         # Norms may work in place on the stream: what came from the caller, or goes out as a tap, is a copy.
-        if inputs.inputs_embeds is None:
-            residual = torch.nn.functional.embedding(inputs.input_ids, self.embed_tokens)
-        else:
-            residual = inputs.inputs_embeds.clone()
+        residual = self.embed(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds.clone()
         taps: dict[str, torch.Tensor] = {}
         if "embed" in inputs.taps:
             taps["embed"] = residual.clone()
         cos, sin = self.rotary(inputs.positions, inputs.rope_lens)
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, cos, sin, inputs)
+            x, residual = layer(x, residual, cos, sin, inputs.attend)
             if f"layers.{index}" in inputs.taps:
                 taps[f"layers.{index}"] = x + residual
         hidden, _ = self.norm.add(x, residual)
@@ -149,50 +173,30 @@ class Decoder(torch.nn.Module, Network):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head_product(hidden).float()
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.named_parameters()
-        yield from self.named_buffers()
+    def required_tensors(self) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {EMBEDDING: self.embed_tokens, "model.norm.weight": self.norm.weight}
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            tensors |= {f"model.layers.{index}.{name}": view for name, view in layer.checkpoint_tensors().items()}
+        return tensors
 
-    @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        targets = self._checkpoint_tensors()
-        missing = dict.fromkeys(targets)
-        head: torch.Tensor | None = None
-        problems: list[str] = []
-        for name, tensor in weights:
-            target = self.embed_tokens if name == HEAD else targets.get(name)
-            if name.endswith(COMPUTED):
-                continue
-            if target is None:
-                problems.append(f"unexpected tensor {name} {list(tensor.shape)}")
-            elif tensor.shape != target.shape:
-                problems.append(f"{name} has shape {list(tensor.shape)}, not {list(target.shape)}")
-                missing.pop(name, None)
-            elif name == HEAD:
-                head = tensor
-            elif name not in missing:
-                problems.append(f"{name} comes twice")
-            else:
-                target.copy_(tensor)
-                del missing[name]
-        problems += [f"missing tensor {name} {list(targets[name].shape)}" for name in missing]
-        if problems:
-            raise WeightError(
-                "\n  - ".join([f"the checkpoint does not fit {self.config.architecture}:", *sorted(problems)])
-            )
-        self._fill_head(head)
-        self.rotary.reset()
+    def optional_shapes(self) -> dict[str, Sequence[tuple[int, ...]]]:
+        return {HEAD: [tuple(self.embed_tokens.shape)]}
+
+    def canonical_name(self, name: str) -> str | None:
+        return None if name.startswith(DRAFT) else super().canonical_name(name)
+
+    def take(self, found: Mapping[str, torch.Tensor]) -> list[str]:
+        self._fill_head(found.get(HEAD))
+        return []
+
+    def bind(self) -> None:
+        super().bind()
         self.head_product = self.kernels.linear(self.lm_head, None)
-        for linear in self._linears():
-            linear.bind()
 
     def release(self) -> None:
+        super().release()
         del self.head_product
-        for linear in self._linears():
-            linear.release()
-
-    def _linears(self) -> Iterator[MergedLinear]:
-        return (module for module in self.modules() if isinstance(module, MergedLinear))
 
     def _fill_head(self, head: torch.Tensor | None) -> None:
         """What the file holds decides; a tie flag that says otherwise is only worth a warning."""
@@ -212,20 +216,9 @@ class Decoder(torch.nn.Module, Network):
             self.lm_head = torch.nn.Parameter(torch.empty_like(head), requires_grad=False)
         self.lm_head.copy_(head)
 
-    def _checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """Every checkpoint name but the head's -> the tensor to fill, a view of a merged one where that is so."""
-        tensors: dict[str, torch.Tensor] = {EMBEDDING: self.embed_tokens, "model.norm.weight": self.norm.weight}
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            tensors |= {f"model.layers.{index}.{name}": view for name, view in layer.checkpoint_tensors().items()}
-        return tensors
 
-
-def _matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
-
-
-def _check(config: ModelConfig) -> None:
+def check_numbers(config: ModelConfig) -> None:
+    """Raise ModelError where the numbers contradict each other, or ask for what is not there."""
     problems = []
     if config.hidden_act != "silu":
         problems.append(f"hidden_act {config.hidden_act!r} is not supported, only 'silu'")

@@ -7,6 +7,10 @@ from collections.abc import Callable
 import torch
 
 from workerkit.components.model.decoder import Decoder
+from workerkit.components.model.drafts.block import DFlashDraftModel, DSparkDraftModel
+from workerkit.components.model.drafts.eagle import Eagle, Eagle3
+from workerkit.components.model.drafts.medusa import Medusa
+from workerkit.components.model.drafts.mtp import MTP
 from workerkit.framework.errors import ModelError, did_you_mean
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.model import ModelConfig, ModelLibrary, Network
@@ -22,6 +26,22 @@ class NativeLibrary(ModelLibrary):
         "MistralForCausalLM": Decoder,
         "Qwen2ForCausalLM": Decoder,
         "Qwen3ForCausalLM": Decoder,
+        # Drafts, by the names of their authors, of vLLM and of speculators.
+        "EagleLlamaForCausalLM": Eagle,
+        "EagleSpeculator": Eagle,
+        "LlamaForCausalLMEagle3": Eagle3,
+        "Eagle3LlamaForCausalLM": Eagle3,
+        "Eagle3DraftModel": Eagle3,
+        "Eagle3Speculator": Eagle3,
+        "Qwen3NextMTP": MTP,
+        "Qwen3_5MTP": MTP,
+        "MTPDraftModel": MTP,
+        "MTPSpeculator": MTP,
+        "MedusaModel": Medusa,
+        "DFlashDraftModel": DFlashDraftModel,
+        "DFlashQwen3ForCausalLM": DFlashDraftModel,
+        "DSparkDraftModel": DSparkDraftModel,
+        "Qwen3DSparkModel": DSparkDraftModel,
     }
 
     def __init__(self, kernels: Kernels) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import attrs
 import torch
 
+from workerkit.components.model.checkpoint import weights_with_progress
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.kernels import Kernels
@@ -54,8 +55,4 @@ class NativeModel(Model):
         loaded.network.load_weights(self._weights(loaded.config))
 
     def _weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-        from tqdm import tqdm
-
-        hidden = None if self._progress else True  # None: hidden where stderr is no terminal
-        weights = self._loader.weights(config)
-        yield from tqdm(weights, "loading weights", self._loader.count(), leave=False, unit="tensor", disable=hidden)
+        return weights_with_progress(self._loader, config, "loading weights", self._progress)

@@ -117,6 +117,10 @@ class AscendRequestState(SlotRequestStates):
         computed = operand(batch.seq_lens)[: batch.num_reqs] - operand(output.num_rejected)
         operand(state.num_computed_tokens)[slots] = computed
 
+    def next_tokens(self, batch: InputBatch) -> torch.Tensor:
+        slots = batch.idx_mapping
+        return self._tokens[slots, self._device.num_computed_tokens[slots].long()].long()
+
     def store_drafts(self, batch: InputBatch, drafts: torch.Tensor) -> None:
         self._refuse_dummy(batch)
         if drafts.shape != (batch.num_reqs, self._shape.num_speculative_tokens):

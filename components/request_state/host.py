@@ -85,6 +85,12 @@ class HostStates(HostRequestStates):
             record.token_ids.extend(max(token, 0) for token in tokens)  # -1 ends the request, which may run once more
             record.drafts.clear()
 
+    def next_tokens(self, plan: BatchPlan) -> np.ndarray:
+        ends = plan.num_computed_tokens + plan.num_scheduled_tokens
+        known = [self.get(req_id).token_ids for req_id in plan.req_ids]
+        # Behind the newest token lies nothing: there drafts were rejected, or none was left to compute.
+        return np.array([ids[min(end, len(ids) - 1)] for ids, end in zip(known, ends.tolist(), strict=True)], np.int64)
+
     def store_drafts(self, plan: BatchPlan, drafts: Sequence[Sequence[int]]) -> None:
         for req_id, tokens in zip(plan.req_ids, drafts, strict=True):
             self.get(req_id).drafts = [token for token in tokens if token >= 0]

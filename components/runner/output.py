@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import attrs
@@ -26,10 +27,17 @@ class HostCopies:
 
     def __init__(self, device: DeviceRuntime, req_ids: tuple[str, ...], result: StepResult) -> None:
         self._req_ids = req_ids
+        self._device = device
+        self._drafts: Pending[torch.Tensor] | None = None
         self._token_ids = device.copy_to_host(result.sampled.token_ids)
         self._num_sampled = device.copy_to_host(result.sampled.num_sampled)
         self._logprobs = _LogprobsCopy(device, result.logprobs)
         self._prompt_logprobs = _LogprobsCopy(device, result.prompt_logprobs)
+
+    def add_drafts(self, drafts: torch.Tensor | None) -> None:
+        """[num_reqs, K], which are proposed when the copies above are under way already; None without speculation."""
+        if drafts is not None:
+            self._drafts = self._device.copy_to_host(drafts)
 
     def wait(self) -> ModelRunnerOutput:
         """The step's answer, when all of it has arrived."""
@@ -39,9 +47,15 @@ class HostCopies:
         return ModelRunnerOutput(
             req_ids=self._req_ids,
             sampled_token_ids=sampled,
+            draft_token_ids=() if self._drafts is None else cut_drafts(self._drafts.wait().tolist()),
             logprobs=self._logprobs.wait(dict(zip(self._req_ids, counts, strict=True))),
             prompt_logprobs=self._prompt_logprobs.wait(None),
         )
+
+
+def cut_drafts(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The drafts of each row up to the first -1."""
+    return tuple(tuple(itertools.takewhile(lambda token: token >= 0, row)) for row in rows)
 
 
 class _LogprobsCopy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -16,7 +17,9 @@ from workerkit.framework.interfaces.kv_cache import BatchTables, BlockTables, KV
 from workerkit.framework.interfaces.model import LoadedModel, ModelInputs, ModelOutput
 from workerkit.framework.interfaces.request import GrammarOutput, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import RunnerParts, WorkerShape
-from workerkit.framework.interfaces.sampling import DraftInputs, SamplerOutput, SlotPart
+from workerkit.framework.interfaces.sampling import SamplerOutput, SlotPart
+from workerkit.framework.interfaces.sampling_params import SamplingParams
+from workerkit.framework.interfaces.speculation import DraftInputs
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -64,6 +67,11 @@ class StepPhases:
                 f"components.speculator proposes {parts.speculator.num_speculative_tokens} drafts a request, "
                 f"limits.num_speculative_tokens allows {shape.num_speculative_tokens}"
             )
+        if shape.num_speculative_tokens and not parts.speculator.num_speculative_tokens:
+            raise UnsupportedError(
+                f"limits.num_speculative_tokens is {shape.num_speculative_tokens}, and components.speculator proposes "
+                "nothing: name a speculator, or leave the limit at 0"
+            )
         parts.kv_connector.register(caches)
         parts.eplb.prepare_load(loaded)
 
@@ -86,6 +94,16 @@ class StepPhases:
             for part in self.slot_parts:
                 part.add(slot, request)
 
+    def check_request(self, params: SamplingParams) -> None:
+        """See ModelRunner. The sampler knows its own parameters, and hears nothing of those that other parts read."""
+        sampler = self._parts.sampler
+        others = [part for part in self.slot_parts if part is not sampler]
+        for part in others:
+            part.check(params)
+        read = {name for part in others for name in part.parameters}
+        own = {name: value for name, value in params.extra_args.items() if name not in read}
+        sampler.check(attrs.evolve(params, extra_args=own))
+
     def descriptor(self, plan: BatchPlan) -> BatchDescriptor:
         """The shape to build for, the same on all ranks."""
         num_tokens, num_reqs, first = plan.num_tokens, plan.num_reqs, int(plan.num_scheduled_tokens[0])
@@ -105,17 +123,22 @@ class StepPhases:
         return self._forward(self._batches.build(plan, desc), desc)
 
     @torch.inference_mode()
-    def dummy(self, num_tokens: int, num_reqs: int) -> None:
-        """A made-up step, sampling included; joins every collective, fires no hook and moves no KV."""
+    def dummy(self, num_tokens: int, num_reqs: int) -> torch.Tensor | None:
+        """A made-up step, sampling included; joins every collective, fires no hook and moves no KV.
+
+        Returns what was drawn; None where this is not the last stage of a pipeline.
+        """
         parts = self._parts
         shape = BatchShape(num_tokens=num_tokens, num_reqs=num_reqs)
         desc = parts.parallel.agree(parts.graph.dispatch(parts.pcp.local_shape(shape)))
         state = self._forward(self._batches.dummy(num_tokens, num_reqs, desc), desc)
+        drawn = None
         if parts.pipeline.is_last:
             hidden = self.restore(state).output.hidden
             logits = self._network.compute_logits(hidden[state.batch.logits_indices])
-            parts.sampler.draw(parts.sampler.process(logits, state.batch), state.batch)
+            drawn = parts.sampler.draw(parts.sampler.process(logits, state.batch), state.batch)
         parts.eplb.step(is_dummy=True)
+        return drawn
 
     def _forward(self, batch: InputBatch, desc: BatchDescriptor) -> ExecuteModelState:
         parts = self._parts
@@ -196,35 +219,54 @@ class StepPhases:
         state: ExecuteModelState,
         sampled: SamplerOutput,
         commit: Callable[[], None],
+        next_tokens: Callable[[], torch.Tensor],
         store_drafts: Callable[[torch.Tensor], None],
-    ) -> None:
-        """All that follows the tokens; `commit` and `store_drafts` ([num_reqs, K]) are the runner's own state."""
+    ) -> torch.Tensor | None:
+        """All that follows the tokens; returns the drafts [num_reqs, K], None without speculation.
+
+        The callables are the runner's own state: `next_tokens` is DraftInputs.next_tokens, asked for after `commit`.
+        """
         parts, batch = self._parts, state.batch
         parts.hooks.tokens_sampled(batch, sampled)
         commit()
         parts.sampler.commit(batch, sampled)
         parts.model_state.commit(batch, sampled)
+        drafts = None
         if parts.pipeline.is_last and parts.speculator.num_speculative_tokens:
-            store_drafts(self._propose(state, sampled))
+            drafts = self._propose(state, sampled, next_tokens())
+            store_drafts(drafts)
+            parts.hooks.drafts_proposed(batch)
         parts.kv_connector.post_forward()
         parts.eplb.step(is_dummy=False)
         parts.hooks.step_finished(batch)
+        return drafts
 
-    def _propose(self, state: ExecuteModelState, sampled: SamplerOutput) -> torch.Tensor:
-        parts = self._parts
-        last = (sampled.num_sampled.long() - 1).clamp(min=0).unsqueeze(1)
+    def _propose(self, state: ExecuteModelState, sampled: SamplerOutput, next_tokens: torch.Tensor) -> torch.Tensor:
+        parts, batch = self._parts, state.batch
         inputs = DraftInputs(
-            batch=state.batch,
+            batch=batch,
             tables=state.tables,
             hidden=state.output.hidden,
             taps=state.output.taps,
             sampled=sampled,
-            last_sampled=sampled.token_ids.gather(1, last).squeeze(1),
+            next_tokens=next_tokens,
+            keys=parts.sampler.keys(batch),
         )
-        return parts.verify_budget.trim(parts.speculator.propose(inputs))
+        drafts = parts.verify_budget.trim(parts.speculator.propose(inputs), batch)
+        parts.rejection.remember(batch, drafts)
+        # A row whose prefill goes on has nothing to verify yet.
+        return drafts.token_ids.masked_fill(sampled.num_sampled.unsqueeze(1) == 0, -1)
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture graphs, the text model's before the encoder's."""
+        """Capture graphs, the text model's before the encoder's; then measure what verification costs."""
         self._parts.graph.capture(self._network.forward)
         self._parts.encoder_graph.capture()
+        self._parts.verify_budget.calibrate(self._seconds)
+
+    def _seconds(self, num_tokens: int, num_reqs: int) -> float:
+        begin = time.perf_counter()
+        drawn = self.dummy(num_tokens, num_reqs)
+        if drawn is not None:
+            drawn.cpu()  # waits
+        return time.perf_counter() - begin

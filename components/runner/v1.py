@@ -5,10 +5,11 @@ Inputs are copied to the device each step, and a step waits for its tokens, so t
 
 from __future__ import annotations
 
+import attrs
 import torch
 
 from workerkit.components.runner.check import check_output
-from workerkit.components.runner.output import HostCopies, ReadyOutput
+from workerkit.components.runner.output import HostCopies, ReadyOutput, cut_drafts
 from workerkit.components.runner.step import ExecuteModelState, StepPhases
 from workerkit.framework.errors import StageError
 from workerkit.framework.interfaces.batch import BatchPlan, HostRequestStates, RowInputBatch
@@ -18,6 +19,7 @@ from workerkit.framework.interfaces.kv_cache import KVCaches, KVLayout, RowBlock
 from workerkit.framework.interfaces.model import LoadedModel
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
 from workerkit.framework.interfaces.runner import ModelRunner, RunnerParts, WorkerShape
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 
 class GPUModelRunner(ModelRunner):
@@ -54,6 +56,9 @@ class GPUModelRunner(ModelRunner):
             self._parts.device.submit(lambda: self._phases.change_slots(cleared, added)).wait()
         for cached in output.cached_requests:
             self._states.update(cached)
+
+    def check_request(self, params: SamplingParams) -> None:
+        self._phases.check_request(params)
 
     @property
     def num_requests(self) -> int:
@@ -105,13 +110,16 @@ class NPUModelRunner(GPUModelRunner):
         state = self._phases.restore(state)
         result = self._phases.sample(state, grammar)
         output = HostCopies(parts.device, batch.req_ids, result).wait()
-        self._phases.finish(
+        drafts = self._phases.finish(
             state,
             result.sampled,
             commit=lambda: self._states.commit(batch.plan, output.sampled_token_ids),
+            next_tokens=lambda: torch.from_numpy(self._states.next_tokens(batch.plan)).to(batch.positions.device),
             store_drafts=lambda drafts: self._states.store_drafts(batch.plan, drafts.tolist()),
         )
-        return output
+        if drafts is None:
+            return output
+        return attrs.evolve(output, draft_token_ids=cut_drafts(parts.device.copy_to_host(drafts).wait().tolist()))
 
     def execute_dummy_batch(self, num_tokens: int, num_reqs: int) -> None:
         self._parts.device.submit(lambda: self._phases.dummy(num_tokens, num_reqs)).wait()

@@ -30,6 +30,7 @@ from workerkit.framework.interfaces.request import (
     StepOutput,
 )
 from workerkit.framework.interfaces.runner import ModelRunner, RunnerParts, WorkerShape
+from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -142,12 +143,14 @@ class NPUModelRunner(ModelRunner):
         state = self._phases.restore(state)
         result = self._phases.sample(state, grammar)
         copies = HostCopies(parts.device, batch.req_ids, result)
-        self._phases.finish(
+        drafts = self._phases.finish(
             state,
             result.sampled,
             commit=lambda: self._states.commit(batch, result.sampled),
+            next_tokens=lambda: self._states.next_tokens(batch),
             store_drafts=lambda drafts: self._states.store_drafts(batch, drafts),
         )
+        copies.add_drafts(drafts)
         return copies
 
     def execute_dummy_batch(self, num_tokens: int, num_reqs: int) -> None:
@@ -155,6 +158,9 @@ class NPUModelRunner(ModelRunner):
 
     def capture(self) -> None:
         self._parts.device.submit(self._phases.capture).wait()
+
+    def check_request(self, params: SamplingParams) -> None:
+        self._phases.check_request(params)
 
     @property
     def num_requests(self) -> int:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from attrs import validators
 
+from workerkit.components.buffers.history import TokenHistory
 from workerkit.components.buffers.upload import upload
 from workerkit.components.sampler.check import out_of_vocabulary, unserved
-from workerkit.components.sampler.history import TokenHistory
 from workerkit.components.sampler.logprobs import TokenLogprobs
 from workerkit.framework.errors import IntegrityError, RequestError, UnsupportedError
 from workerkit.framework.interfaces.batch import InputBatch
@@ -29,6 +29,7 @@ from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.request import NewRequest
 from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling import (
+    DrawKeys,
     LogprobsTensors,
     RandomStream,
     Sampler,
@@ -88,6 +89,7 @@ class TorchSampler(Sampler):
             raise UnsupportedError("components.sampler: " + "; ".join(problems))
         rows = shape.max_num_reqs
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=context.device)
+        self._temperatures = torch.zeros(rows, dtype=torch.float32, device=context.device)
         self._prompt_lens = torch.zeros(rows, dtype=torch.int64, device=context.device)
         self._is_random = np.zeros(rows, dtype=bool)
         self._used = np.zeros((len(stages), rows), dtype=bool)
@@ -112,6 +114,7 @@ class TorchSampler(Sampler):
         params = self._resolve(request.sampling)
         request = attrs.evolve(request, sampling=params)
         self._seeds[slot] = int(self._entropy.integers(2**63)) if params.seed is None else params.seed
+        self._temperatures[slot] = params.temperature or 0.0
         self._prompt_lens[slot] = request.prompt_len
         self._is_random[slot] = params.temperature != 0
         for number, stage in enumerate(self._stages):
@@ -209,6 +212,9 @@ class TorchSampler(Sampler):
         tokens = self._kernels.sample_from_probs(probs, uniform)
         # Where the largest logit is infinite or not a number, all of the row's probabilities are not numbers.
         return tokens.masked_fill_(~probs[:, 0].isfinite(), -1)
+
+    def keys(self, batch: InputBatch) -> DrawKeys:
+        return DrawKeys(seeds=self._seeds[batch.idx_mapping], temperatures=self._temperatures[batch.idx_mapping])
 
     def raw(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor | None:
         return self._logprobs.select(logits, batch) if self._raw_logprobs else None

@@ -6,13 +6,13 @@ import torch
 
 from workerkit.framework.errors import UnsupportedError
 from workerkit.framework.interfaces.batch import InputBatch
-from workerkit.framework.interfaces.sampling import (
+from workerkit.framework.interfaces.sampling import Sampler, SamplerOutput
+from workerkit.framework.interfaces.speculation import (
     DraftInputs,
     DraftModel,
+    Drafts,
     DraftWeights,
     RejectionSampler,
-    Sampler,
-    SamplerOutput,
     Speculator,
     VerifyBudget,
 )
@@ -32,7 +32,7 @@ class NoSpeculator(Speculator):
     def num_speculative_tokens(self) -> int:
         return 0
 
-    def propose(self, inputs: DraftInputs) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs) -> Drafts:
         raise UnsupportedError("components.speculator: none proposes no drafts")
 
 
@@ -46,5 +46,5 @@ class NoRejection(RejectionSampler):
 class NoVerifyBudget(VerifyBudget):
     """Every draft is worth verifying."""
 
-    def trim(self, drafts: torch.Tensor) -> torch.Tensor:
+    def trim(self, drafts: Drafts, batch: InputBatch) -> Drafts:
         return drafts

@@ -14,13 +14,13 @@ from workerkit.framework.errors import StageError, UnsupportedError
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, MemoryPool, ParallelGroups
 from workerkit.framework.interfaces.kv_cache import AttentionLayer, KVCacheManager, KVLayout
-from workerkit.framework.interfaces.model import LoadedModel, Model
+from workerkit.framework.interfaces.model import LoadedModel, Model, Network
 from workerkit.framework.interfaces.observer import StepHooks
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
 from workerkit.framework.interfaces.runner import ModelRunner, WorkerShape
-from workerkit.framework.interfaces.sampling import DraftWeights, Sampler
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.sections import CacheSection
+from workerkit.framework.interfaces.speculation import DraftModel, DraftWeights
 from workerkit.framework.interfaces.stages import KVStage, Later
 from workerkit.framework.interfaces.worker import Health, Worker
 
@@ -80,10 +80,10 @@ class NPUWorker(Worker):
         shape: Later[WorkerShape],
         model: Later[Model],
         loaded: Later[LoadedModel],
+        draft_model: Later[DraftModel],
         draft: Later[DraftWeights],
         layout: Later[KVLayout],
         runner: Later[ModelRunner],
-        sampler: Later[Sampler],
         kv_stage: KVStage,
         hooks: StepHooks,
     ) -> None:
@@ -98,10 +98,10 @@ class NPUWorker(Worker):
         self._shape = shape
         self._model = model
         self._loaded = loaded
+        self._draft_model = draft_model
         self._draft = draft
         self._layout = layout
         self._runner = runner
-        self._sampler = sampler
         self._kv_stage = kv_stage
         self._hooks = hooks
         self._stage = Stage.ASSEMBLED
@@ -130,9 +130,13 @@ class NPUWorker(Worker):
     def _load(self) -> None:
         # On the stream, like all tensor work: on a CPU each thread that computes has a pool of its own, and two pools
         # on the same cores slow each other down.
-        loaded = self._loaded()
-        self._draft()
-        self._pool.track("weights", tuple(tensor for _, tensor in loaded.network.weights()))
+        networks = self._networks()
+        self._pool.track("weights", tuple(tensor for network in networks for _, tensor in network.weights()))
+
+    def _networks(self) -> list[Network]:
+        """Those with weights, each once: a draft may be the target itself."""
+        target, draft = self._loaded().network, self._draft().network
+        return [target] if draft is None or draft is target else [target, draft]
 
     def _layers(self) -> tuple[AttentionLayer, ...]:
         return (*self._loaded().network.attention_layers, *self._draft().attention_layers)
@@ -195,7 +199,7 @@ class NPUWorker(Worker):
 
     def check_request(self, params: SamplingParams) -> None:
         self._at("check_request", Stage.READY, Stage.ASLEEP)
-        self._sampler().check(params)
+        self._runner().check_request(params)
 
     # Steps
 
@@ -224,7 +228,8 @@ class NPUWorker(Worker):
         self._cache_generation += 1
         self._asleep["kv_cache"] = level
         if level == 2:
-            self._loaded().network.release()
+            for network in self._networks():
+                network.release()
             freed += self._pool.discard("weights")
             self._asleep["weights"] = level
         self._stage = Stage.ASLEEP
@@ -245,6 +250,7 @@ class NPUWorker(Worker):
             self._pool.restore(tag)
             if tag == "weights":
                 self._model().reload_weights(self._loaded())
+                self._draft_model().reload_weights(self._draft())
 
     def check_health(self) -> Health:
         self._at("check_health", *(stage for stage in Stage if Stage.DEVICE <= stage <= Stage.ASLEEP))

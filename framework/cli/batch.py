@@ -8,7 +8,6 @@ import math
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
@@ -108,7 +107,7 @@ def run_batch(engine: Engine, jobs: Sequence[Job], prompt_of: Callable[[Job], Pr
     running: dict[tuple[str, int], Record] = {}
     counts = [job.params.n for job in jobs]
     lines = _Lines(out, counts)
-    start, count = time.perf_counter(), 0
+    meter, count = common.SpeedMeter(engine), 0
     with _ctrl_c() as pressed, tqdm(total=sum(counts), unit="text", file=sys.stderr) as bar:
         try:
             for index, job in enumerate(jobs):
@@ -133,7 +132,7 @@ def run_batch(engine: Engine, jobs: Sequence[Job], prompt_of: Callable[[Job], Pr
             for req_id in dict.fromkeys(req_id for req_id, _ in running):
                 engine.abort(req_id)
             lines.rest()
-    common.warn(common.speed(count, time.perf_counter() - start))
+    common.warn(meter.text(count))
     if pressed.is_set():
         raise KeyboardInterrupt
     return 1 if lines.failed else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import time
 from typing import Any
 
 from workerkit.framework.cli import common
@@ -86,7 +85,7 @@ class Conversation:
         conversation; a question that was refused does not. Raises RequestError."""
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
         messages = [*first, *self._messages, {"role": "user", "content": question}]
-        start, count, answer = time.perf_counter(), 0, ""
+        meter, count, answer = common.SpeedMeter(self._engine), 0, ""
         try:
             with contextlib.closing(self._engine.chat(messages, self._params)) as deltas:  # type: ignore[type-var]  # a generator
                 for delta in deltas:
@@ -99,4 +98,4 @@ class Conversation:
             if count:
                 self._messages = [*messages[len(first) :], {"role": "assistant", "content": answer}]
         print()
-        return common.speed(count, time.perf_counter() - start)
+        return meter.text(count)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,9 +106,24 @@ def warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def speed(num_tokens: int, seconds: float) -> str:
-    """How fast it went, in words."""
-    return f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / max(seconds, 1e-9):.1f} tokens/s"
+class SpeedMeter:
+    """How fast an engine goes from now on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = engine.stats
+        self._start = time.perf_counter()
+
+    def text(self, num_tokens: int) -> str:
+        """In words; with the mean accepted length when drafts were verified."""
+        seconds = time.perf_counter() - self._start
+        text = f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / max(seconds, 1e-9):.1f} tokens/s"
+        stats = self._engine.stats
+        num_drafts = stats.num_drafts - self._before.num_drafts
+        if not num_drafts:
+            return text
+        num_accepted = stats.num_accepted_tokens - self._before.num_accepted_tokens
+        return f"{text}, mean accepted length {1 + num_accepted / num_drafts:.2f}"
 
 
 def columns(rows: Sequence[tuple[str, ...]], indent: str = "") -> Iterator[str]:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -116,7 +115,7 @@ def _prompt(job: Job, args: argparse.Namespace, engine: Engine, assembly: Assemb
 
 
 def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
-    start, count = time.perf_counter(), 0
+    meter, count = common.SpeedMeter(engine), 0
     with contextlib.closing(engine.stream(prompt, params)) as deltas:  # type: ignore[type-var]  # a generator
         for delta in deltas:
             if delta.finish_reason == "error":
@@ -124,7 +123,7 @@ def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
             count += len(delta.token_ids)
             print(delta.text, end="", flush=True)
     print()
-    common.warn(common.speed(count, time.perf_counter() - start))
+    common.warn(meter.text(count))
     return 0
 
 

@@ -20,6 +20,7 @@ _IMPORTS = (
     "from workerkit.framework.registry import Registry",
     "from workerkit.plugins import builtin",
 )
+_THIRD_PARTY = ("numpy", "pytest", "torch")
 _INTERFACES = "from workerkit.framework.interfaces"
 
 
@@ -32,6 +33,8 @@ class Example:
     key: str  # of the part in a plan
     components: str  # the config that selects it, YAML
     imports: tuple[str, ...]  # of the test, beside those of every test
+    sections: str = "{}"  # what else the config says, YAML
+    register: str = templates.REGISTER
 
 
 EXAMPLES: Mapping[str, Example] = {
@@ -61,25 +64,35 @@ EXAMPLES: Mapping[str, Example] = {
         "{kernels: {libraries: [$name, reference]}}",
         ("import torch", "from workerkit.framework.roles import KERNELS"),
     ),
-    "speculator": Example(
-        templates.SPECULATOR,
-        templates.SPECULATOR_TEST,
-        "speculator",
-        "{speculator: $name}",
-        (
-            "from typing import Any",
-            "import torch",
-            f"{_INTERFACES}.sampling import DraftInputs",
-            f"{_INTERFACES}.sections import LimitsSection",
-        ),
-    ),
+    **{
+        role: Example(
+            templates.SPECULATOR,
+            templates.SPECULATOR_TEST,
+            key,
+            components,
+            (
+                "import pytest",
+                "from workerkit.framework.testing.conformance_speculation import "
+                "Row, SpeculatorConformance, draft_inputs",
+                "from workerkit.framework.testing.registry import fake_registry",
+                f"{_INTERFACES}.runner import WorkerShape",
+            ),
+            "{limits: {num_speculative_tokens: 3}}",
+            templates.REGISTER_PROPOSER,
+        )
+        for role, key, components in (
+            ("speculator", "speculator", "{speculator: $name}"),
+            ("proposer", "speculator.proposers[0]", "{speculator: {use: composite, proposers: [$name]}}"),
+        )
+    },
 }
 
 
 def example(role: str, values: Mapping[str, str]) -> Mapping[str, str]:
     """A package around the role's example."""
     chosen = EXAMPLES[role]
-    return _package(chosen.module, chosen.test, chosen.imports, {**values, "add": _add(values)}, {})
+    module = chosen.module + chosen.register
+    return _package(module, chosen.test, chosen.imports, {**values, "add": _add(values)}, {})
 
 
 def _add(values: Mapping[str, str], **options: Any) -> str:
@@ -103,7 +116,7 @@ def derived(
         "add": _add(values, requires=offer.requires, defaults=offer.defaults, parts=offer.parts),
         "methods": "\n".join(_delegate(base, name) for name in methods),
     }
-    return _package(templates.DERIVED, "", (), filled, goes_with)
+    return _package(templates.DERIVED + templates.REGISTER, "", (), filled, goes_with)
 
 
 def _package(
@@ -112,14 +125,15 @@ def _package(
     role = values["role"]
     key = EXAMPLES[role].key if role in EXAMPLES else role
     chosen = EXAMPLES[role].components if role in EXAMPLES else "{$role: $name}"
-    config = {"components": {**goes_with, **configs.parse_yaml(_fill(chosen, values), role)}}
+    more = configs.parse_yaml(EXAMPLES[role].sections, role) if role in EXAMPLES else {}
+    config = {**more, "components": {**goes_with, **configs.parse_yaml(_fill(chosen, values), role)}}
     filled = {**values, "key": key, "config": _source(config), "yaml": configs.dump_yaml(config)}
     filled["imports"] = _sorted({*_IMPORTS, *imports})
     filled["test"] = _fill(test, filled)
     return {
         "pyproject.toml": _fill(templates.PYPROJECT, filled),
         "README.md": _fill(templates.README, filled),
-        f"{values['module']}/__init__.py": _fill(module + templates.REGISTER, filled),
+        f"{values['module']}/__init__.py": _fill(module, filled),
         f"tests/test_{values['name']}.py": _fill(templates.TEST, filled),
     }
 
@@ -128,14 +142,19 @@ def _sorted(imports: Iterable[str]) -> str:
     """Standard library, third party, workerkit: each in its paragraph."""
     groups: list[list[str]] = [[], [], []]
     for line in sorted(imports):
-        groups[2 if "workerkit" in line else 1 if line in ("import torch", "import numpy as np") else 0].append(line)
+        groups[2 if "workerkit" in line else 1 if line.split()[1] in _THIRD_PARTY else 0].append(line)
     return "\n\n".join("\n".join(group) for group in groups if group)
 
 
 def _source(config: Mapping[str, Any]) -> str:
     """As Python, in lines that are not too long."""
-    lines = (f'        "{role}": {part!r},\n'.replace("'", '"') for role, part in config["components"].items())
-    return '{\n    "components": {\n' + "".join(lines) + "    }\n}"
+    sections = (
+        f'    "{section}": {{\n'
+        + "".join(f'        "{key}": {value!r},\n' for key, value in values.items())
+        + "    },\n"
+        for section, values in config.items()
+    )
+    return "{\n" + "".join(sections).replace("'", '"') + "}"
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:

@@ -59,7 +59,7 @@ def registry() -> Registry:
     host = PluginHost()
     host.load("builtin", builtin)
     report = host.load("$name", $module)
-    assert report.registered == ("$role: $name",), report.traceback
+    assert "$role: $name" in report.registered, report.traceback
     return host.registry
 
 
@@ -223,12 +223,11 @@ SPECULATOR = '''\
 
 from __future__ import annotations
 
-import torch
-
 from workerkit.framework import roles
+from workerkit.framework.errors import UnsupportedError
 from workerkit.framework.hooks import hookimpl
-from workerkit.framework.interfaces.sampling import DraftInputs, Speculator
-from workerkit.framework.interfaces.sections import LimitsSection
+from workerkit.framework.interfaces.runner import WorkerShape
+from workerkit.framework.interfaces.speculation import DraftInputs, Drafts, Speculator
 from workerkit.framework.registry import Registry
 
 WORKERKIT_API = $api
@@ -237,28 +236,52 @@ WORKERKIT_API = $api
 class $cls(Speculator):
     """Repeats the newest token `limits.num_speculative_tokens` times."""
 
-    def __init__(self, limits: LimitsSection) -> None:
-        self._num_tokens = limits.num_speculative_tokens
+    def __init__(self, shape: WorkerShape) -> None:
+        if not shape.num_speculative_tokens:
+            raise UnsupportedError("limits.num_speculative_tokens is 0: $name may propose nothing")
+        self._num_tokens = shape.num_speculative_tokens
 
     @property
     def num_speculative_tokens(self) -> int:
         """K."""
         return self._num_tokens
 
-    def propose(self, inputs: DraftInputs) -> torch.Tensor:
-        """[num_reqs, K] int64."""
-        return inputs.last_sampled[:, None].repeat(1, self._num_tokens)
+    def propose(self, inputs: DraftInputs) -> Drafts:
+        """[num_reqs, K] int64; -1 is no draft. One with state by slot fills it in `add` and empties it in `clear`."""
+        return Drafts(token_ids=inputs.next_tokens[:, None].repeat(1, self._num_tokens))
+'''
+
+REGISTER_PROPOSER = '''
+
+@hookimpl
+def worker_components(registry: Registry) -> None:
+    """Called by workerkit when the plugin is loaded. A worker's proposer, or one of those of a composite."""
+    registry.add(roles.SPECULATOR, "$name", $cls, defaults={"rejection": "standard"})
+    registry.add(roles.PROPOSER, "$name", $cls)
 '''
 
 SPECULATOR_TEST = """
 
 def test_it_repeats_the_newest_token() -> None:
-    part = $module.$cls(LimitsSection(num_speculative_tokens=3))
-    unused: Any = None
-    inputs = DraftInputs(
-        batch=unused, tables=unused, hidden=unused, taps={}, sampled=unused, last_sampled=torch.tensor([7, 9])
+    shape = WorkerShape(
+        max_model_len=8, max_num_reqs=2, max_num_batched_tokens=8, vocab_size=10, num_speculative_tokens=3
     )
-    assert part.propose(inputs).tolist() == [[7, 7, 7], [9, 9, 9]]
+    rows = [
+        Row(slot=0, computed=4, tokens=[1], sampled=[7]),
+        Row(slot=1, computed=4, tokens=[1, 8, 5], drafts=2, sampled=[8, 9]),
+    ]
+    drafts = $module.$cls(shape).propose(draft_inputs(rows))
+    assert drafts.token_ids.tolist() == [[7, 7, 7], [9, 9, 9]]
+
+
+class TestConformance(SpeculatorConformance):
+    names = ("$name",)
+
+    @pytest.fixture
+    def registry(self) -> Registry:
+        registry = fake_registry()
+        PluginHost(registry).load("$name", $module)
+        return registry
 """
 
 DERIVED = '''\

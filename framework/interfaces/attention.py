@@ -29,6 +29,9 @@ class AttentionBackend(abc.ABC):
         """Metadata of one batch, bound to the caches.
 
         The result, for each layer: writes its keys and values at the group's slots (slot -1 is never written) and
-        returns softmax(scale * q k^T) v over positions <= the query's own, within the layer's sliding window.
+        returns softmax(scale * q k^T) v over positions <= the query's own, within the layer's sliding window. That is
+        said by `seq_lens`: the last query of a row sees the first seq_len positions of its table, the one before it one
+        less, and so on. Rows of one query may share a table and see more than their own position: all of a layer is
+        written before any query looks, so they see each other.
         Padding tokens yield finite values that nobody reads. `extras` comes from the model state.
         """

@@ -83,6 +83,7 @@ class InputBatch:
     token_rows: torch.Tensor  # [num_tokens_padded] int64: batch row of each token; padding points at row 0
     logits_indices: torch.Tensor  # [num_logits] int64: token whose hidden state predicts; drafts + 1 per row
     logits_rows: torch.Tensor  # [num_logits] int64: batch row of each logits row
+    draft_ids: torch.Tensor  # [num_logits] int64: the draft that a logits row judges; -1: none, or a placeholder
     cu_num_logits_np: np.ndarray  # [num_reqs + 1] int32
     is_dummy: bool = False
 
@@ -143,6 +144,10 @@ class HostRequestStates(RequestStates):
         """Append the sampled tokens of each row of the plan."""
 
     @abc.abstractmethod
+    def next_tokens(self, plan: BatchPlan) -> np.ndarray:
+        """[num_reqs] int64, after `commit`: see DraftInputs.next_tokens."""
+
+    @abc.abstractmethod
     def store_drafts(self, plan: BatchPlan, drafts: Sequence[Sequence[int]]) -> None:
         """Keep the drafts of each row (-1 entries dropped) until they are verified."""
 
@@ -173,6 +178,10 @@ class SlotRequestStates(RequestStates):
     @abc.abstractmethod
     def commit(self, batch: InputBatch, output: SamplerOutput) -> None:
         """On the stream: append sampled tokens, advance num_computed_tokens by scheduled - rejected."""
+
+    @abc.abstractmethod
+    def next_tokens(self, batch: InputBatch) -> torch.Tensor:
+        """[num_reqs] int64, on the stream, after `commit`: see DraftInputs.next_tokens."""
 
     @abc.abstractmethod
     def store_drafts(self, batch: InputBatch, drafts: torch.Tensor) -> None:

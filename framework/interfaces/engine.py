@@ -113,6 +113,9 @@ class EngineStats:
     num_prompt_tokens: int = 0  # each prompt once, for each of its n completions
     num_cached_tokens: int = 0  # of these, found in the prefix cache when the request was first admitted
     num_generated_tokens: int = 0
+    num_drafts: int = 0  # how often a request verified drafts in a step; placeholders are none
+    num_draft_tokens: int = 0  # the drafts that these verified
+    num_accepted_tokens: int = 0  # the drafts of these that were accepted, also those behind the end of a request
     num_running: int = 0
     num_waiting: int = 0
     num_free_blocks: int = 0
@@ -163,7 +166,8 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def stats(self) -> Mapping[str, int]:
-        """num_running, num_waiting, num_free_blocks, num_preemptions, num_cached_tokens."""
+        """num_running, num_waiting, num_free_blocks, num_preemptions, num_cached_tokens, and with speculation
+        num_drafts, num_draft_tokens, num_accepted_tokens: see EngineStats."""
 
     @abc.abstractmethod
     def check_integrity(self) -> None:

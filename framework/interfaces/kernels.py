@@ -32,6 +32,7 @@ OPS = (
     "most_likely_tokens",
     "uniform_from_seed",
     "sample_from_probs",
+    "residual_probs",
 )
 
 
@@ -72,6 +73,7 @@ class Kernels(abc.ABC):
     most_likely_tokens: MostLikelyTokens
     uniform_from_seed: UniformFromSeed
     sample_from_probs: SampleFromProbs
+    residual_probs: ResidualProbs
 
     @property
     @abc.abstractmethod
@@ -296,3 +298,12 @@ class SampleFromProbs(Protocol):
     probability 0."""
 
     def __call__(self, probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor: ...
+
+
+class ResidualProbs(Protocol):
+    """What is left of the target's distribution where a draft was rejected."""
+
+    """probs, draft_probs [N, V] float32, weights [N] in 0..1 -> [N, V] float32: max(weight * prob - draft_prob, 0), not
+    normalised."""
+
+    def __call__(self, probs: torch.Tensor, draft_probs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...

@@ -106,6 +106,10 @@ class Network(abc.ABC):
         """Names of the hidden states that can be asked for: `embed`, `layers.0` … (the stream leaving that layer)."""
 
     @abc.abstractmethod
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[N] integer ids -> [N, H], what the layers get for them."""
+
+    @abc.abstractmethod
     def forward(self, inputs: ModelInputs) -> ModelOutput:
         """Run the layers."""
 
@@ -151,6 +155,10 @@ class ModelLoader(abc.ABC):
     @abc.abstractmethod
     def count(self) -> int:
         """How many tensors `weights` yields, for progress."""
+
+    @abc.abstractmethod
+    def at(self, source: str) -> ModelLoader:
+        """The same kind of loader for another checkpoint: a draft's."""
 
 
 class ModelLibrary(abc.ABC):

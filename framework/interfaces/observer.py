@@ -38,6 +38,9 @@ class StepHooks(abc.ABC):
     def tokens_sampled(self, batch: InputBatch, output: SamplerOutput) -> None: ...
 
     @abc.abstractmethod
+    def drafts_proposed(self, batch: InputBatch) -> None: ...
+
+    @abc.abstractmethod
     def step_finished(self, batch: InputBatch) -> None: ...
 
     @abc.abstractmethod

@@ -87,6 +87,7 @@ class ModelRunnerOutput:
     req_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: Mapping[str, Logprobs] = attrs.field(factory=dict)  # one position a sampled token
+    draft_token_ids: tuple[tuple[int, ...], ...] = ()  # of each request, for its next step; () without speculation
     prompt_logprobs: Mapping[str, Logprobs] = attrs.field(factory=dict)  # of the prompt tokens that this step predicted
 
 

@@ -22,7 +22,9 @@ from workerkit.framework.interfaces.graph import EncoderGraphManager, GraphManag
 from workerkit.framework.interfaces.kv_cache import KVCacheManager
 from workerkit.framework.interfaces.observer import Observer, StepHooks
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
-from workerkit.framework.interfaces.sampling import Grammar, RejectionSampler, Sampler, Speculator, VerifyBudget
+from workerkit.framework.interfaces.sampling import Grammar, Sampler
+from workerkit.framework.interfaces.sampling_params import SamplingParams
+from workerkit.framework.interfaces.speculation import RejectionSampler, Speculator, VerifyBudget
 
 
 @attrs.frozen(kw_only=True)
@@ -65,6 +67,10 @@ class RunnerParts:
 
 class ModelRunner(abc.ABC):
     """Turns a SchedulerOutput into tokens. `execute_model` and `sample_tokens` alternate."""
+
+    @abc.abstractmethod
+    def check_request(self, params: SamplingParams) -> None:
+        """Ask every SlotPart. Raises RequestError for parameters that they cannot serve."""
 
     @abc.abstractmethod
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:

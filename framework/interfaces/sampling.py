@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     import torch
 
     from workerkit.framework.interfaces.batch import InputBatch
-    from workerkit.framework.interfaces.kv_cache import AttentionLayer, BatchTables
     from workerkit.framework.interfaces.request import GrammarOutput, NewRequest
     from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 
 class RandomStream(enum.IntEnum):
-    """What a random number is for: `stream` of `uniform_from_seed`. Numbers of different streams are independent."""
+    """What a random number is for: `stream` of `uniform_from_seed`. Numbers of different streams are independent.
+
+    A number is keyed by the position of the token that the drawn one, or the judged one, follows. But draft i = 0, 1 …
+    behind a request's newest token at position n, and its acceptance in a block, have the key n + (i << 32): a block's
+    fate depends on all its drafts, and the next step drafts some of the same positions again.
+    """
 
     SAMPLING = 0
     ACCEPTANCE = 1  # whether a draft is accepted
@@ -50,6 +54,14 @@ class SamplerOutput:
     num_rejected: torch.Tensor  # [num_reqs] int32, drafts that were not accepted
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class DrawKeys:
+    """What draws for the rows of a batch depend on, besides logits, position and RandomStream."""
+
+    seeds: torch.Tensor  # [num_reqs] int64
+    temperatures: torch.Tensor  # [num_reqs] float32; 0: greedy
+
+
 @attrs.frozen(kw_only=True)
 class LogprobsSpan:
     """Where one request's positions lie in LogprobsTensors."""
@@ -73,11 +85,17 @@ class LogprobsTensors:
     spans: tuple[LogprobsSpan, ...]
 
 
-class SlotPart(abc.ABC):  # noqa: B024  both methods have a default: most parts keep nothing for a request
-    """A part with state per request. Both are called on the device's stream; the defaults keep nothing."""
+class SlotPart(abc.ABC):  # noqa: B024  all methods have a default: most parts keep nothing for a request
+    """A part with state per request. `add` and `clear` are called on the device's stream; the defaults keep nothing."""
+
+    parameters: ClassVar[tuple[str, ...]] = ()
+    """Keys of a request's `extra_args` that it reads. A request with keys that no part reads is refused."""
 
     reads_host_tokens: ClassVar[bool] = False
     """It reads sampled tokens on the host, so the stream waits for them; refused with asynchronous scheduling."""
+
+    def check(self, params: SamplingParams) -> None:  # noqa: B027
+        """Raises RequestError for parameters that it cannot serve. Called on the host, before a request is admitted."""
 
     def add(self, slot: int, request: NewRequest) -> None:  # noqa: B027
         """A request takes the slot; whatever was there before is overwritten."""
@@ -91,7 +109,7 @@ class SamplerStage(SlotPart):
 
     parameters: ClassVar[tuple[str, ...]] = ()
     """What it reads of a request: fields of SamplingParams, and keys of `extra_args`. A sampler refuses a request with
-    parameters that none of its stages reads."""
+    parameters that none of its stages reads; what a stage cannot serve, it says in `applies_to`."""
 
     reads_text: ClassVar[bool] = False
     """It asks for `SamplingContext.text`."""
@@ -115,9 +133,6 @@ class Sampler(SlotPart):
     A step calls `raw`, `process`, `draw` (or a rejection sampler's `verify`), `logprobs`, `prompt_logprobs`, `commit`.
     """
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises RequestError for parameters that it cannot serve. Called on the host, before a request is admitted."""
-
     @abc.abstractmethod
     def process(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
         """Raw logits [num_logits, V] float32 -> processed; greedy rows keep their argmax."""
@@ -128,6 +143,10 @@ class Sampler(SlotPart):
 
         Greedy: the most likely token; of several, the one with the lowest id.
         """
+
+    @abc.abstractmethod
+    def keys(self, batch: InputBatch) -> DrawKeys:
+        """Seeds and temperatures of the batch's requests."""
 
     def raw(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor | None:
         """What `logprobs` will need of the logits before anything changes them, or None."""
@@ -150,14 +169,6 @@ class Sampler(SlotPart):
         """The step's tokens are final."""
 
 
-class RejectionSampler(SlotPart):
-    """Verifies drafts. Version 0."""
-
-    @abc.abstractmethod
-    def verify(self, logits: torch.Tensor, batch: InputBatch, sampler: Sampler) -> SamplerOutput:
-        """Processed logits [num_logits, V] of a batch with drafts -> accepted tokens and one more for each row."""
-
-
 class Grammar(SlotPart):
     """The worker's half of structured outputs: the engine sends bitmasks, this applies them."""
 
@@ -169,56 +180,3 @@ class Grammar(SlotPart):
         -inf everywhere: it fails instead of being decoded freely. Masks of requests that are not in the batch are let
         be.
         """
-
-
-class VerifyBudget(abc.ABC):
-    """How many drafts of each request are worth verifying. Version 0."""
-
-    @abc.abstractmethod
-    def trim(self, drafts: torch.Tensor) -> torch.Tensor:
-        """[num_reqs, K] -> the same with the tail of some rows replaced by -1."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class DraftWeights:
-    """Stage value: a draft's network layers, as far as the KV cache must know them."""
-
-    attention_layers: tuple[AttentionLayer, ...] = ()
-
-
-class DraftModel(abc.ABC):
-    """Weights and KV needs of a draft. Version 0."""
-
-    @abc.abstractmethod
-    def load(self) -> DraftWeights:
-        """After the target is loaded."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class DraftInputs:
-    """All that a proposer may need, after the step's tokens are known."""
-
-    batch: InputBatch
-    tables: BatchTables
-    hidden: torch.Tensor  # [num_tokens_padded, H], the target's, after its final norm
-    taps: Mapping[str, torch.Tensor]
-    sampled: SamplerOutput
-    last_sampled: torch.Tensor  # [num_reqs] int64: newest committed token of each row
-
-
-class Speculator(SlotPart):
-    """Proposes drafts. Version 0."""
-
-    @property
-    @abc.abstractmethod
-    def num_speculative_tokens(self) -> int:
-        """K; 0 switches speculation off."""
-
-    @property
-    def taps(self) -> Sequence[str]:
-        """Tap points of the target that `propose` reads."""
-        return ()
-
-    @abc.abstractmethod
-    def propose(self, inputs: DraftInputs) -> torch.Tensor:
-        """[num_reqs, K] int64, -1 = no draft from here on."""

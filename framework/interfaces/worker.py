@@ -70,7 +70,7 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def check_request(self, params: SamplingParams) -> None:
-        """Raises RequestError for parameters that this worker's sampler cannot serve. After `initialize_kv_cache`."""
+        """Raises RequestError for parameters that this worker's parts cannot serve. After `initialize_kv_cache`."""
 
     @abc.abstractmethod
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:

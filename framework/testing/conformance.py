@@ -7,7 +7,8 @@ A test module subclasses the suites that it wants:
 
 Each suite runs once for every implementation that the registry offers, fakes excepted; one whose packages are absent is
 reported as skipped, by name. `make_config` may be overridden to give an implementation what else it needs. Suites of
-parts that hold blocks and requests are in `conformance_cache`.
+parts that hold blocks and requests are in `conformance_cache`; those of proposers and of what verifies drafts, in
+`conformance_speculation` and `conformance_rejection`.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class Conformance:
 
     role: ClassVar[Role[Any]]
     names: ClassVar[tuple[str, ...] | None] = None  # implementations to test; None takes all but fakes
+    besides: ClassVar[tuple[str, ...]] = ()  # and but these
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Once for each implementation."""
         if "implementation" in metafunc.fixturenames:
             offers = fake_registry().offers[self.role.name]
-            metafunc.parametrize("implementation", self.names or [n for n in offers if not n.startswith("fake")])
+            real = [name for name in offers if not name.startswith("fake") and name not in self.besides]
+            metafunc.parametrize("implementation", self.names or real)
 
     @pytest.fixture
     def registry(self) -> Registry:

@@ -12,7 +12,7 @@ import torch
 from workerkit.framework import roles
 from workerkit.framework.assembly import Assembly
 from workerkit.framework.errors import CacheError, IntegrityError, RequestError
-from workerkit.framework.interfaces.batch import BatchPlan, InputBatch
+from workerkit.framework.interfaces.batch import BatchPlan, HostLengths, InputBatch
 from workerkit.framework.interfaces.engine import EngineRequest
 from workerkit.framework.interfaces.graph import BatchDescriptor
 from workerkit.framework.interfaces.kv_cache import (
@@ -170,6 +170,29 @@ class AttentionConformance(Conformance):
             assert torch.isfinite(got).all(), "padding yields finite values"
             torch.testing.assert_close(caches.keys[0], twin.keys[0])
             torch.testing.assert_close(caches.values[0], twin.values[0])
+
+    @pytest.mark.parametrize("window", [None, 5])
+    def test_rows_of_one_query_may_share_a_table_and_see_each_other(self, part: Any, window: int | None) -> None:
+        """What a proposer of whole blocks asks for: three positions each of two requests, none masked from another."""
+        generator = torch.Generator().manual_seed(4)
+        layer = AttentionLayer(
+            name="layer", index=0, num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, sliding_window=window
+        )
+        part.prepare([layer], torch.float32)
+        b = next(iter(part.kernel_block_sizes), 4)
+        caches, tables, batch = _paged(layer, b, [9, 10, 11, 4, 5, 6], [1] * 6, 0, generator)
+        (table,), lens = tables.block_tables, torch.tensor([12] * 3 + [7] * 3, dtype=torch.int32)
+        table = table[torch.tensor([2, 2, 2, 5, 5, 5])]
+        slots = (table.gather(1, batch.positions[:, None] // b)[:, 0] * b + batch.positions % b).int()
+        tables = BatchTables(block_tables=(table,), slot_mappings=(slots,))
+        host = HostLengths(upper_bound=lens.numpy(), exact=lens.numpy)
+        batch = attrs.evolve(batch, seq_lens=lens, host_seq_lens=host)
+        query = torch.randn(6, 4, 8, generator=generator)
+        key, value = (torch.randn(6, 2, 8, generator=generator) for _ in range(2))
+        twin = attrs.evolve(caches, keys=(caches.keys[0].clone(),), values=(caches.values[0].clone(),))
+        expected = FakeAttention().build(batch, tables, twin, {})(layer, query, key, value)
+        got = part.build(batch, tables, caches, {})(layer, query.clone(), key.clone(), value.clone())
+        torch.testing.assert_close(got, expected, atol=self.tolerance, rtol=self.tolerance)
 
 
 def _paged(

@@ -350,6 +350,11 @@ class FakeObserver(Observer):
         self.seen.append("tokens_sampled")
 
     @hookimpl
+    def drafts_proposed(self) -> None:
+        """See StepSpec."""
+        self.seen.append("drafts_proposed")
+
+    @hookimpl
     def step_finished(self) -> None:
         """See StepSpec."""
         self.seen.append("step_finished")

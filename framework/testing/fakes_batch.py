@@ -54,7 +54,8 @@ def make_batch(
     device: torch.device,
     is_dummy: bool = False,
 ) -> InputBatch:
-    """The batch of a plan. `computed`: exact num_computed_tokens of each row; `tokens`: its scheduled token ids."""
+    """The batch of a plan. `computed`: exact num_computed_tokens of each row; `tokens`: its scheduled token ids, with
+    -1 for a draft that was scheduled and never proposed."""
     scheduled = [len(ids) for ids in tokens]
     starts = np.cumsum([0, *scheduled])
     num_tokens, num_reqs = int(starts[-1]), plan.num_reqs
@@ -85,7 +86,7 @@ def make_batch(
             upper_bound=plan.num_computed_tokens + plan.num_scheduled_tokens,
             exact=lambda: np.array(seq_lens, dtype=np.int32),
         ),
-        input_ids=long([*(t for ids in tokens for t in ids), *[0] * pad_tokens]).int(),
+        input_ids=long([*(max(t, 0) for ids in tokens for t in ids), *[0] * pad_tokens]).int(),
         positions=long([*positions, *[0] * pad_tokens]),
         rope_lens=long(
             [*(max(int(plan.prompt_lens[r]), p + 1) for r, p in zip(rows, positions, strict=True)), *[1] * pad_tokens]
@@ -93,6 +94,9 @@ def make_batch(
         token_rows=long([*rows, *[0] * pad_tokens]),
         logits_indices=long(logits),
         logits_rows=long([row for row in range(num_reqs) for _ in range(plan.num_draft_tokens[row] + 1)]),
+        draft_ids=long(
+            [t for ids, n in zip(tokens, plan.num_draft_tokens, strict=True) for t in [*ids[len(ids) - n :], -1]]
+        ),
         cu_num_logits_np=np.cumsum([0, *(plan.num_draft_tokens + 1)]).astype(np.int32),
         is_dummy=is_dummy,
     )
@@ -139,7 +143,8 @@ class FakeRowInputBatch(_Dummies, RowInputBatch):
         for req_id, count in zip(plan.req_ids, plan.num_scheduled_tokens, strict=True):
             state = self._states.get(req_id)
             computed.append(state.num_computed_tokens)
-            tokens.append([*state.token_ids, *state.drafts][computed[-1] : computed[-1] + count])
+            known = [*state.token_ids, *state.drafts][computed[-1] : computed[-1] + count]
+            tokens.append(known + [-1] * (count - len(known)))
         return make_batch(plan, computed, tokens, desc, self._device)
 
     def remove(self, req_id: str) -> None:
@@ -174,7 +179,7 @@ class FakeSlotInputBatch(_Dummies, SlotInputBatch):
             start, known = int(device.num_computed_tokens[slot]), int(device.total_len[slot])
             ids = [*device.all_token_ids[slot, :known].tolist(), *device.draft_tokens[slot].tolist()]
             computed.append(start)
-            tokens.append([max(t, 0) for t in ids[start : start + count]])
+            tokens.append(ids[start : start + count])
         return make_batch(plan, computed, tokens, desc, self._device)
 
 
@@ -333,10 +338,11 @@ class FakeAttention(AttentionBackend):
             output = torch.zeros_like(query)
             b = caches.layout.kernel_block_size
             for token in range(batch.num_tokens):
-                last = int(batch.positions[token])
+                row = int(batch.token_rows[token])
+                last = int(batch.seq_lens[row] - batch.query_start_loc[row + 1]) + token
                 first = 0 if layer.sliding_window is None else max(0, last + 1 - layer.sliding_window)
                 seen = torch.arange(first, last + 1, device=query.device)
-                where = tables.block_tables[group][int(batch.token_rows[token])].long()[seen // b] * b + seen % b
+                where = tables.block_tables[group][row].long()[seen // b] * b + seen % b
                 per_head = layer.num_heads // layer.num_kv_heads
                 k = keys[where].repeat_interleave(per_head, dim=1).float()  # [S, Nq, D]
                 v = values[where].repeat_interleave(per_head, dim=1).float()

@@ -53,6 +53,9 @@ class FakeRunner(ModelRunner):
         self._computed: dict[str, int] = {}
         self._pending: SchedulerOutput | None = None
 
+    def check_request(self, params: SamplingParams) -> None:
+        """There are no parts to ask."""
+
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
         if self._pending is not None:
             raise StageError("sample_tokens comes first")
@@ -124,7 +127,9 @@ class FakeScheduler(Scheduler):
         self._running[new.req_id] = (new, [])
 
     def _blocks(self, new: NewRequest) -> int:
-        longest = min(new.prompt_len + (new.sampling.max_tokens or 16), self._worker.shape.max_model_len)
+        num_drafts = self._worker.shape.num_speculative_tokens
+        longest = new.prompt_len + (new.sampling.max_tokens or 16) + (num_drafts and num_drafts + 1)
+        longest = min(longest, self._worker.shape.max_model_len)  # DraftInputs.tables
         return -(-longest // self._worker.layout.block_sizes[0])
 
     def abort(self, req_id: str) -> bool:

@@ -77,6 +77,11 @@ class FakeNetwork(Network):
     def tap_points(self) -> tuple[str, ...]:
         return ("embed", "layers.0")
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embeds = torch.zeros(len(input_ids), self.config.hidden_size, device=input_ids.device)
+        embeds[:, 0] = input_ids
+        return embeds
+
     def forward(self, inputs: ModelInputs) -> ModelOutput:
         embeds = inputs.inputs_embeds
         token = inputs.input_ids.float() if embeds is None else embeds[:, 0]
@@ -117,6 +122,9 @@ class FakeLoader(ModelLoader):
 
     def count(self) -> int:
         return 1
+
+    def at(self, source: str) -> ModelLoader:
+        return self
 
 
 class FakeLibrary(ModelLibrary):

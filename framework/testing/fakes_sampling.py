@@ -12,19 +12,23 @@ from workerkit.framework.interfaces.model import ModelOutput
 from workerkit.framework.interfaces.request import GrammarOutput
 from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling import (
-    DraftInputs,
-    DraftModel,
-    DraftWeights,
+    DrawKeys,
     Grammar,
-    RejectionSampler,
     Sampler,
     SamplerOutput,
     SamplerStage,
     SamplingContext,
+)
+from workerkit.framework.interfaces.sampling_params import SamplingParams
+from workerkit.framework.interfaces.speculation import (
+    DraftInputs,
+    DraftModel,
+    Drafts,
+    DraftWeights,
+    RejectionSampler,
     Speculator,
     VerifyBudget,
 )
-from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.testing.fakes_model import FAKE_SALT, FAKE_VOCAB, next_token
 
 
@@ -48,13 +52,16 @@ class FakeSampler(Sampler):
         largest, tokens = logits.max(dim=-1)
         return tokens.masked_fill(~largest.isfinite(), -1)
 
+    def keys(self, batch: InputBatch) -> DrawKeys:
+        zeros = torch.zeros(batch.num_reqs)
+        return DrawKeys(seeds=zeros.long(), temperatures=zeros)
+
 
 class FakeRejection(RejectionSampler):
     """Accepts drafts as long as they are what the sampler draws: the tokens are those of a run without drafts."""
 
     def verify(self, logits: torch.Tensor, batch: InputBatch, sampler: Sampler) -> SamplerOutput:
         drawn = sampler.draw(logits, batch)
-        drafted = batch.input_ids[batch.logits_indices].long()
         num_drafts = batch.plan.num_draft_tokens
         tokens = torch.zeros(batch.num_reqs, int(num_drafts.max(initial=0)) + 1, dtype=torch.int64)
         num_sampled = torch.zeros(batch.num_reqs, dtype=torch.int32)
@@ -64,7 +71,7 @@ class FakeRejection(RejectionSampler):
                 continue
             start, count = int(batch.cu_num_logits_np[row]), int(num_drafts[row])
             accepted = 0
-            while accepted < count and drafted[start + accepted + 1] == drawn[start + accepted]:
+            while accepted < count and batch.draft_ids[start + accepted] == drawn[start + accepted] >= 0:
                 accepted += 1
             tokens[row, : accepted + 1] = drawn[start : start + accepted + 1]
             num_sampled[row], num_rejected[row] = accepted + 1, count - accepted
@@ -81,7 +88,7 @@ class FakeSpeculator(Speculator):
     def num_speculative_tokens(self) -> int:
         return self._count
 
-    def propose(self, inputs: DraftInputs) -> torch.Tensor:
+    def propose(self, inputs: DraftInputs) -> Drafts:
         batch, sampled = inputs.batch, inputs.sampled
         drafts = torch.full((batch.num_reqs, self._count), -1, dtype=torch.int64)
         for row in range(batch.num_reqs):
@@ -89,14 +96,14 @@ class FakeSpeculator(Speculator):
                 continue
             logit = int(batch.cu_num_logits_np[row]) + int(sampled.num_sampled[row]) - 1
             _, position, history, _ = inputs.hidden[batch.logits_indices[logit]].long()
-            token = inputs.last_sampled[row]
+            token = inputs.next_tokens[row]
             for draft in range(self._count):
                 history, position = history + token, position + 1
                 token = next_token(history, position, torch.tensor(FAKE_SALT))
                 if int(position) % 3 == 0:
                     token = (token + 1) % FAKE_VOCAB
                 drafts[row, draft] = token
-        return drafts
+        return Drafts(token_ids=drafts)
 
 
 class FakeDraft(DraftModel):
@@ -136,12 +143,12 @@ class FakeVerifyBudget(VerifyBudget):
     def __init__(self, config: FakeVerifyBudgetConfig) -> None:
         self._keep = config.keep
 
-    def trim(self, drafts: torch.Tensor) -> torch.Tensor:
+    def trim(self, drafts: Drafts, batch: InputBatch) -> Drafts:
         if self._keep is None:
             return drafts
-        drafts = drafts.clone()
-        drafts[:, self._keep :] = -1
-        return drafts
+        token_ids = drafts.token_ids.clone()
+        token_ids[:, self._keep :] = -1
+        return attrs.evolve(drafts, token_ids=token_ids)
 
 
 @attrs.frozen(kw_only=True)

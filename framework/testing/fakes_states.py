@@ -115,8 +115,13 @@ class FakeHostStates(_States, HostRequestStates):
 
     def commit(self, plan: BatchPlan, sampled: Sequence[Sequence[int]]) -> None:
         for req_id, tokens in zip(plan.req_ids, sampled, strict=True):
-            self._records[req_id].token_ids.extend(tokens)
+            self._records[req_id].token_ids.extend(max(token, 0) for token in tokens)
             self._records[req_id].drafts.clear()
+
+    def next_tokens(self, plan: BatchPlan) -> np.ndarray:
+        ends = plan.num_computed_tokens + plan.num_scheduled_tokens
+        known = [self._records[req_id].token_ids for req_id in plan.req_ids]
+        return np.array([ids[min(int(end), len(ids) - 1)] for ids, end in zip(known, ends, strict=True)])
 
     def store_drafts(self, plan: BatchPlan, drafts: Sequence[Sequence[int]]) -> None:
         for req_id, row in zip(plan.req_ids, drafts, strict=True):
@@ -165,7 +170,7 @@ class FakeSlotStates(_States, SlotRequestStates):
         tensors = self._tensors
         for row, slot in enumerate(batch.plan.slots.tolist()):
             count, known = int(output.num_sampled[row]), int(tensors.total_len[slot])
-            new = output.token_ids[row, :count]
+            new = output.token_ids[row, :count].clamp(min=0)
             tensors.all_token_ids[slot, known : known + count] = new.int()
             tensors.total_len[slot] += count
             tensors.num_computed_tokens[slot] += int(batch.plan.num_scheduled_tokens[row]) - int(
@@ -174,6 +179,11 @@ class FakeSlotStates(_States, SlotRequestStates):
             tensors.draft_tokens[slot] = -1
             if count:
                 tensors.last_sampled[slot] = new[-1]
+
+    def next_tokens(self, batch: InputBatch) -> torch.Tensor:
+        tensors, slots = self._tensors, batch.idx_mapping
+        at = tensors.num_computed_tokens[slots].long().clamp(max=tensors.all_token_ids.shape[1] - 1)
+        return tensors.all_token_ids[slots, at].long()
 
     def store_drafts(self, batch: InputBatch, drafts: torch.Tensor) -> None:
         self._tensors.draft_tokens[batch.idx_mapping, : drafts.shape[1]] = drafts

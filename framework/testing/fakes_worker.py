@@ -11,8 +11,8 @@ from workerkit.framework.interfaces.model import LoadedModel
 from workerkit.framework.interfaces.observer import StepHooks
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
 from workerkit.framework.interfaces.runner import ModelRunner, WorkerShape
-from workerkit.framework.interfaces.sampling import DraftWeights, Sampler
 from workerkit.framework.interfaces.sampling_params import SamplingParams
+from workerkit.framework.interfaces.speculation import DraftWeights
 from workerkit.framework.interfaces.stages import KVStage, Later
 from workerkit.framework.interfaces.worker import Health, Worker
 
@@ -32,7 +32,6 @@ class FakeWorker(Worker):
         loaded: Later[LoadedModel],
         draft: Later[DraftWeights],
         runner: Later[ModelRunner],
-        sampler: Later[Sampler],
         stage: KVStage,
         hooks: StepHooks,
     ) -> None:
@@ -46,7 +45,6 @@ class FakeWorker(Worker):
         self._loaded = loaded
         self._draft = draft
         self._runner = runner
-        self._sampler = sampler
         self._stage = stage
         self._hooks = hooks
         self._layout: KVLayout | None = None
@@ -91,7 +89,7 @@ class FakeWorker(Worker):
         return self._layout
 
     def check_request(self, params: SamplingParams) -> None:
-        self._sampler().check(params)
+        self._runner().check_request(params)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
         return self._runner().execute_model(output)

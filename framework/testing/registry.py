@@ -56,6 +56,7 @@ class FakesPlugin:
             (roles.REJECTION, fakes_sampling.FakeRejection),
             (roles.GRAMMAR, fakes_sampling.FakeGrammar),
             (roles.SPECULATOR, fakes_sampling.FakeSpeculator),
+            (roles.PROPOSER, fakes_sampling.FakeSpeculator),
             (roles.VERIFY_BUDGET, fakes_sampling.FakeVerifyBudget),
             (roles.LORA, fakes.FakeLoRA),
             (roles.ENCODER, fakes.FakeEncoder),

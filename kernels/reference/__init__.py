@@ -21,6 +21,7 @@ from workerkit.kernels.reference.truncation import (
     apply_top_n_sigma,
     apply_typical_p,
 )
+from workerkit.kernels.reference.verification import residual_probs
 
 OPS: dict[str, Callable[..., Any]] = {
     "linear": linear,
@@ -43,4 +44,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "most_likely_tokens": most_likely_tokens,
     "uniform_from_seed": uniform_from_seed,
     "sample_from_probs": sample_from_probs,
+    "residual_probs": residual_probs,
 }

@@ -1,5 +1,7 @@
 """Our own parts, through the suites that a third party's parts go through too."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from workerkit.framework.testing.conformance_cache import (
     RequestStatesConformance,
     SchedulerConformance,
 )
+from workerkit.framework.testing.conformance_speculation import SpeculatorConformance
 from workerkit.framework.testing.registry import fake_registry
 from workerkit.plugins.builtin_kernels import CpuKernels, ReferenceKernels
 
@@ -47,6 +50,31 @@ class TestAttention(AttentionConformance):
 
 class TestScheduler(SchedulerConformance):
     pass
+
+
+BLOCK = {"block_size": 9, "dflash_config": {"mask_token_id": 2, "target_layer_ids": [0, 2]}}
+
+
+def draft(architecture, **options):
+    """A random one: whatever it proposes, the output must not change."""
+    return {"use": "random", "architecture": architecture, **options}
+
+
+class TestSpeculator(SpeculatorConformance):
+    options: ClassVar = {
+        "suffix": {"speculator": {"use": "suffix", "global_tree": False}},
+        "composite": {
+            "speculator": {"use": "composite", "proposers": ["eagle3", "ngram"]},
+            "draft": draft("Eagle3Speculator"),
+        },
+        "draft_model": {"draft": draft("LlamaForCausalLM")},
+        "eagle": {"draft": draft("EagleLlamaForCausalLM")},
+        "eagle3": {"draft": draft("Eagle3LlamaForCausalLM", draft_vocab_size=20)},
+        "mtp": {"draft": draft("Qwen3NextMTP")},
+        "medusa": {"draft": draft("MedusaModel", fields={"medusa_num_heads": 8})},
+        "dflash": {"draft": draft("DFlashDraftModel", fields=BLOCK)},
+        "dspark": {"draft": draft("DSparkDraftModel", fields={**BLOCK, "markov_rank": 4})},
+    }
 
 
 class TestKernels(KernelLibraryConformance):
@@ -129,3 +157,52 @@ def test_a_part_that_breaks_its_interface_fails_the_suite(pytester):
     )
     result = pytester.runpytest("-q")
     assert result.parseoutcomes()["failed"] == 1
+
+
+BREAKS = """
+    import pytest
+    import torch
+    from workerkit.framework import roles
+    from workerkit.framework.interfaces.runner import WorkerShape
+    from workerkit.framework.interfaces.speculation import Drafts, Speculator
+    from workerkit.framework.testing.conformance_speculation import SpeculatorConformance
+    from workerkit.framework.testing.registry import fake_registry
+
+    class Breaks(Speculator):
+        def __init__(self, shape: WorkerShape) -> None:
+            self.count, self.vocab_size, self.last = shape.num_speculative_tokens, shape.vocab_size, 0
+
+        num_speculative_tokens = property(lambda self: self.count)
+
+        def propose(self, inputs):
+            tokens = inputs.next_tokens[:, None].repeat(1, self.count)
+            {breaks}
+            return Drafts(token_ids=tokens)
+
+    class TestBreaks(SpeculatorConformance):
+        names = ("breaks",)
+
+        @pytest.fixture
+        def registry(self):
+            registry = fake_registry()
+            registry.add(roles.SPECULATOR, "breaks", Breaks)
+            return registry
+"""
+
+
+@pytest.mark.parametrize(
+    ("breaks", "test"),
+    [
+        ("tokens[:, 0] = -1", "the_right_form"),
+        ("tokens[:] = self.vocab_size", "the_right_form"),
+        ("tokens = tokens.int()", "the_right_form"),
+        ("tokens[:] = tokens.shape[0]", "alone_and_among_others"),
+        ("self.last = (self.last + 1) % self.vocab_size; tokens[:] = self.last", "forgets_an_aborted_request"),
+        ("pass", "the_number_of_drafts"),  # it does not mind K = 0
+    ],
+)
+def test_a_proposer_that_breaks_its_interface_fails_the_suite(pytester, breaks, test):
+    pytester.makepyfile(BREAKS.replace("{breaks}", breaks))
+    outcomes = pytester.runpytest("-q", "-k", test).parseoutcomes()
+    assert outcomes["failed"] == (2 if "forgets" in test else 1)  # of both runners
+    assert "passed" not in outcomes

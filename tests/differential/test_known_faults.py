@@ -16,8 +16,8 @@ from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import RequestError
 from workerkit.framework.interfaces.request import CachedRequest, GrammarOutput, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
-from workerkit.framework.interfaces.sampling import Speculator
 from workerkit.framework.interfaces.sampling_params import SamplingParams, StructuredOutputsParams
+from workerkit.framework.interfaces.speculation import Drafts, Speculator
 from workerkit.framework.plugins import PluginHost, load_plugins
 from workerkit.framework.testing.recording import Recorder
 from workerkit.framework.testing.registry import fakes_plugin
@@ -230,7 +230,7 @@ class Parrot(Speculator):
 
     def propose(self, inputs):
         rows = [self.drafts.get(req_id, [0] * self.num_speculative_tokens) for req_id in inputs.batch.req_ids]
-        return torch.tensor(rows)
+        return Drafts(token_ids=torch.tensor(rows))
 
 
 def verify_rows(make, requests, drafts, **components):

@@ -1,6 +1,7 @@
 """Registration: what is refused, and what is found out from a constructor's signature."""
 
 import abc
+from collections.abc import Mapping
 
 import attrs
 import pytest
@@ -14,6 +15,7 @@ from workerkit.framework.interfaces.observer import StepHooks
 from workerkit.framework.interfaces.runner import RunnerParts
 from workerkit.framework.interfaces.sampling import Sampler, SamplerStage
 from workerkit.framework.interfaces.sections import LimitsSection
+from workerkit.framework.interfaces.speculation import Speculator
 from workerkit.framework.interfaces.stages import Later
 from workerkit.framework.registry import Role
 from workerkit.framework.roles import ROLES, new_registry
@@ -50,20 +52,38 @@ class Everything(FakeSampler):
 
 def test_roles_have_unique_names_docs_and_abstract_interfaces():
     assert len({role.name for role in ROLES}) == len(ROLES)
-    assert len({role.interface for role in ROLES}) == len(ROLES), "a parameter's type must say which role it asks for"
+    asked = {(role.interface, role.many) for role in ROLES}
+    assert len(asked) == len(ROLES), "a parameter's type, one part or many, must say which role it asks for"
     for role in ROLES:
         assert role.doc
         assert issubclass(role.interface, abc.ABC)
         assert role.version in (0, 1)
     provisional = {role.name for role in ROLES if role.version == 0}
-    assert {"eplb", "pcp", "dcp", "pipeline", "kv_connector", "encoder_graph", "rejection", "speculator"} <= provisional
-    assert "sampler" not in provisional
+    assert {"eplb", "pcp", "dcp", "pipeline", "kv_connector", "encoder_graph"} <= provisional
+    assert not {"sampler", "speculator", "rejection"} & provisional
 
 
 def test_no_interface_of_a_role_is_a_subclass_of_anothers():
     for one in ROLES:
         for other in ROLES:
-            assert one is other or not issubclass(one.interface, other.interface)
+            assert one.interface is other.interface or not issubclass(one.interface, other.interface)
+
+
+def test_one_part_and_many_by_name_are_roles_of_their_own_with_one_interface():
+    class Several(Speculator):
+        num_speculative_tokens = 1
+
+        def __init__(self, one: Speculator, many: Mapping[str, Speculator]) -> None:
+            self.parts = (one, many)
+
+        def propose(self, inputs):
+            """Never called."""
+
+    registry = new_registry()
+    registry.add(roles.SPECULATOR, "several", Several)
+    needs = registry.entry("speculator", "several").needs
+    assert (needs["one"].role, needs["one"].many) == (roles.SPECULATOR, False)
+    assert (needs["many"].role, needs["many"].many, needs["many"].named) == (roles.PROPOSER, True, True)
 
 
 def test_a_constructor_is_read_completely():

@@ -60,12 +60,17 @@ STEP = [
     "request_state.commit",
     "sampler.commit",
     "model_state.commit",
+    "request_state.next_tokens",
+    "sampler.keys",
     "speculator.propose",
     "verify_budget.trim",
+    "rejection.remember",
     "request_state.store_drafts",
+    "observers[0].drafts_proposed",
     "kv_connector.post_forward",
     "eplb.step",
     "observers[0].step_finished",
+    "device.copy_to_host",
     "observers[0].output_ready",
 ]
 
@@ -197,7 +202,7 @@ def test_order_of_a_step(workerkit_registry, runner):
     assert output.get() == result, "the same value each time"
     names = [name for name in recorder.names() if name in set(STEP)]
     assert names == STEP
-    assert len(seen.names) == 6
+    assert len(seen.names) == 7
     assembly.shutdown()
 
 
@@ -444,7 +449,7 @@ def test_partial_prefills_yield_no_token_and_no_draft(start, runner):
     first = SchedulerOutput(new_requests=(request,), num_scheduled_tokens={"a": 6})
     assert w.step(first).sampled_token_ids == ((),)
     assert w.one("pipeline.broadcast").args["output"].num_sampled.tolist() == [0]
-    assert w.one("speculator.propose").result.tolist() == [[-1, -1]]
+    assert w.one("speculator.propose").result.token_ids.tolist() == [[-1, -1]]
     rest = SchedulerOutput(
         cached_requests=(CachedRequest(req_id="a", num_computed_tokens=6),), num_scheduled_tokens={"a": 4}
     )
@@ -496,13 +501,16 @@ def test_drafts_change_the_number_of_steps_and_no_token(start, runner, num_draft
 def test_values_of_a_step_with_drafts(start, runner):
     w = start(runner, {"limits": {"num_speculative_tokens": 2}})
     w.step(prefill(new("a", PROMPT, (1, 2, 3))))
-    inputs, drafts = w.one("speculator.propose").args["inputs"], w.one("speculator.propose").result
+    inputs, proposed = w.one("speculator.propose").args["inputs"], w.one("speculator.propose").result
+    drafts = proposed.token_ids
     known = fake_tokens(PROMPT, 3)
-    assert inputs.last_sampled.tolist() == known[:1]
+    assert inputs.next_tokens.tolist() == known[:1]
     assert inputs.batch.req_ids == ("a",)
     assert inputs.hidden.shape[0] == 5
     assert inputs.tables.block_tables[0][0, :3].tolist() == [1, 2, 3]
-    assert torch.equal(w.one("verify_budget.trim").args["drafts"], drafts)
+    assert torch.equal(w.one("verify_budget.trim").args["drafts"].token_ids, drafts)
+    assert torch.equal(w.one("rejection.remember").args["drafts"].token_ids, drafts)
+    assert w.one("request_state.next_tokens").result.tolist() == known[:1]
     stored = w.one("request_state.store_drafts").args["drafts"]
     assert (stored.tolist() if torch.is_tensor(stored) else [list(row) for row in stored]) == drafts.tolist()
     w.recorder.clear()
@@ -515,6 +523,7 @@ def test_values_of_a_step_with_drafts(start, runner):
     verify = w.one("rejection.verify")
     batch = verify.args["batch"]
     assert batch.input_ids.tolist() == [known[0], *drafts[0].tolist()]
+    assert batch.draft_ids.tolist() == [*drafts[0].tolist(), -1]
     assert batch.logits_indices.tolist() == [0, 1, 2]
     assert batch.cu_num_logits_np.tolist() == [0, 3]
     assert verify.args["logits"].shape == (3, FAKE_VOCAB)
@@ -533,7 +542,7 @@ def test_values_of_a_step_with_drafts(start, runner):
 def test_the_verify_budget_trims_what_is_stored(start, runner):
     w = start(runner, {"limits": {"num_speculative_tokens": 3}}, verify_budget={"use": "fake", "keep": 1})
     w.step(prefill(new("a")))
-    (row,) = w.one("speculator.propose").result.tolist()
+    (row,) = w.one("speculator.propose").result.token_ids.tolist()
     stored = w.one("request_state.store_drafts").args["drafts"]
     stored = stored.tolist() if torch.is_tensor(stored) else stored
     assert [t for t in stored[0] if t >= 0] == row[:1]

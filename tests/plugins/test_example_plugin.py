@@ -1,4 +1,4 @@
-"""The example plugin from outside: its wheel, in a fresh environment, changes the tokens of both runners.
+"""The example plugins from outside: their wheels, in a fresh environment, do with both runners what they say.
 
 The environment sees the third-party packages of this one (torch is not installed twice), and workerkit from a wheel of
 its own: nothing of the checkout is on its path.
@@ -15,7 +15,7 @@ import venv
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-EXAMPLE = ROOT / "plugins" / "examples" / "workerkit-ban-token"
+EXAMPLES = ROOT / "plugins" / "examples"
 ROOMS = ("framework", "components", "kernels", "plugins")
 
 CONFIG = """
@@ -50,6 +50,27 @@ for computed in range(5, 21):
     )
 worker.shutdown()
 print(*tokens)
+print(assembly.__file__)
+"""
+
+SPECULATING = """
+  speculator: echo
+  tokenizer: fake
+  chat_template: fake
+"""
+# Greedy tokens of one request, and how many drafts were accepted.
+DRAFT = """
+import sys
+import workerkit.framework.assembly as assembly
+from workerkit.framework.interfaces.sampling_params import SamplingParams
+from workerkit.framework.testing.registry import fake_registry
+
+engine = assembly.assemble(sys.argv[1], registry=fake_registry()).engine
+engine.start()
+[done] = engine.generate([[1, 2, 3, 4, 5]], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+print(engine.stats.num_accepted_tokens)
+engine.shutdown()
+print(*done.token_ids)
 print(assembly.__file__)
 """
 
@@ -88,8 +109,10 @@ def wheels(tmp_path_factory):
         shutil.copytree(ROOT / room, sources / "workerkit" / room, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources / "workerkit" / name)
-    shutil.copytree(EXAMPLE, sources / EXAMPLE.name, ignore=ignore)
-    return [wheel_of(sources / "workerkit", out), wheel_of(sources / EXAMPLE.name, out)]
+    names = sorted(folder.name for folder in EXAMPLES.iterdir() if folder.is_dir())
+    for name in names:
+        shutil.copytree(EXAMPLES / name, sources / name, ignore=ignore)
+    return [wheel_of(sources / name, out) for name in ("workerkit", *names)]
 
 
 class Environment:
@@ -112,10 +135,14 @@ class Environment:
         return run(self.python, "-c", code, *arguments, cwd=self.folder)
 
     def tokens(self, config):
-        (self.folder / "generate.py").write_text(GENERATE)
-        *_, tokens, where = must(self.python, "-I", "generate.py", config, cwd=self.folder).splitlines()
+        return self.printed(GENERATE, config)[-1]
+
+    def printed(self, script, config):
+        """Numbers of each line, but for the last, which says where workerkit is."""
+        (self.folder / "script.py").write_text(script)
+        *lines, where = must(self.python, "-I", "script.py", config, cwd=self.folder).splitlines()
         assert pathlib.Path(where).is_relative_to(self.site), "workerkit comes from its wheel"
-        return [int(token) for token in tokens.split()]
+        return [[int(number) for number in line.split()] for line in lines]
 
     def write(self, name, text):
         (self.folder / name).write_text(text)
@@ -159,10 +186,26 @@ def test_the_plugin_changes_the_tokens_of_both_runners_and_is_missed_when_it_is_
     assert environment.tokens("v1.yaml") == usual["v1"]
 
 
-def test_the_plugins_own_tests_pass_where_it_is_installed(wheels, tmp_path):
+def test_the_proposer_drafts_with_both_runners_and_changes_no_token(environment):
+    written = []
+    for runner in ("v1", "v2"):
+        plain = CONFIG.replace("97", "24") % runner  # with so few tokens the model repeats itself
+        greedy = environment.tokens(environment.write(f"{runner}-plain.yaml", plain))
+        text = plain.replace("tokens: 32}", "tokens: 32, num_speculative_tokens: 3}") + SPECULATING
+        [accepted], tokens = environment.printed(DRAFT, environment.write(f"{runner}-echo.yaml", text))
+        assert accepted > 0
+        assert tokens[: len(greedy)] == greedy
+        written.append(tokens)
+    assert written[0] == written[1]
+    assert "echo-proposer" in environment.workerkit("plugins").stdout
+    assert "echo" in environment.workerkit("components", "speculator").stdout
+
+
+@pytest.mark.parametrize("example", sorted(folder.name for folder in EXAMPLES.iterdir() if folder.is_dir()))
+def test_the_plugins_own_tests_pass_where_it_is_installed(example, wheels, tmp_path):
     environment = Environment(tmp_path)
     environment.pip("install", "--no-index", "--no-deps", *wheels)
-    shutil.copytree(EXAMPLE / "tests", tmp_path / "tests")
+    shutil.copytree(EXAMPLES / example / "tests", tmp_path / "tests")
     output = must(environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
     assert " passed" in output
     assert "failed" not in output

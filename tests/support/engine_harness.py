@@ -6,7 +6,7 @@ from workerkit.components.engine.scheduler import ContinuousScheduler, Scheduler
 from workerkit.components.engine.standalone import EngineConfig, StandaloneEngine
 from workerkit.components.sampler.check import out_of_vocabulary
 from workerkit.framework.errors import RequestError, UnsupportedError
-from workerkit.framework.interfaces.request import Logprobs, ModelRunnerOutput
+from workerkit.framework.interfaces.request import Logprobs
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.stages import Later
 from workerkit.framework.interfaces.text import ChatTemplate, Detokenizer, Tokenizer
@@ -102,38 +102,34 @@ class Reporting:
             num_top=num_top,
         )
 
-    def sample_tokens(self, grammar=None):
-        result, blocks = self.pending
-        sampled = {
-            name: self._under_grammar(name, tokens, grammar)
-            for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True)
-        }
-        wanted = {name: self.told[name].sampling for name in result.req_ids}
-        result = ModelRunnerOutput(
-            req_ids=result.req_ids,
-            sampled_token_ids=tuple(sampled.values()),
-            logprobs={
+    def report(self, sampled):
+        wanted = {name: self.told[name].sampling for name in sampled}
+        return {
+            "logprobs": {
                 name: self._logprobs(tokens, [0] * len(tokens), wanted[name].logprobs, wanted[name].logprob_token_ids)
                 for name, tokens in sampled.items()
                 if wanted[name].logprobs is not None and tokens
             },
-            prompt_logprobs=self.prompts,
-        )
-        self.pending = result, blocks
-        return super().sample_tokens()
+            "prompt_logprobs": self.prompts,
+        }
 
-    def _under_grammar(self, name, tokens, grammar):
+    def sample_tokens(self, grammar=None):
+        if grammar is not None:  # one mask a logits row
+            counts = [1 + self.pending[name][1] for name in grammar.req_ids]
+            assert len(grammar.bitmask) == sum(counts)
+            self.first_rows = dict(zip(grammar.req_ids, np.cumsum([0, *counts]), strict=False))
+        return super().sample_tokens(grammar)
+
+    def pick(self, req_id, token, row, grammar):
         """The token itself when the mask allows it, else the first allowed one; -1 without a mask or without any."""
-        if not tokens or self.told[name].sampling.structured_outputs is None:
-            return tokens
-        if grammar is None or name not in grammar.req_ids:
-            return (-1,)
+        if self.told[req_id].sampling.structured_outputs is None:
+            return token
+        if grammar is None or req_id not in grammar.req_ids:
+            return -1
         self.masks += 1
-        row = grammar.bitmask[grammar.req_ids.index(name)].view(np.uint32)
-        allowed = [token for token in range(self.shape.vocab_size) if row[token // 32] >> np.uint32(token % 32) & 1]
-        token = tokens[0] if tokens[0] in allowed else allowed[0] if allowed else -1
-        self.requests[name].tokens[-1] = token
-        return (token,)
+        bits = grammar.bitmask[self.first_rows[req_id] + row].view(np.uint32)
+        allowed = [token for token in range(self.shape.vocab_size) if bits[token // 32] >> np.uint32(token % 32) & 1]
+        return token if token in allowed else allowed[0] if allowed else -1
 
 
 def build_engine(
@@ -190,7 +186,8 @@ def assert_empty(engine):
     assert not engine.fake.uncollected
     assert not engine.has_unfinished
     steps, scheduler = engine._steps, engine.scheduler
-    kept = (steps.live._completions, steps.live._requests, steps._grammars._matchers, steps._in_flight)
+    grammars = steps._grammars
+    kept = (steps.live._completions, steps.live._requests, grammars._matchers, grammars._drafts, steps._in_flight)
     assert not any((*kept, scheduler._requests, scheduler._finished_ids, scheduler._leaving))
 
 

@@ -116,6 +116,9 @@ class Driver:
             "num_free_blocks": self.layout.num_blocks - 1,
             "num_preemptions": self.count["preempted"],
             "num_cached_tokens": self.count["cached tokens"],
+            "num_drafts": self.worker.num_drafts,
+            "num_draft_tokens": self.worker.num_draft_tokens,
+            "num_accepted_tokens": self.worker.num_drafts_accepted,
         }
         held = [v for v in vars(self.scheduler).values() if isinstance(v, dict | list | set | deque)]
         assert len(held) == 6

@@ -131,6 +131,7 @@ class Cache:
             token_rows=torch.zeros(padded, dtype=torch.long),
             logits_indices=last,
             logits_rows=torch.arange(len(rows)),
+            draft_ids=torch.full((len(rows),), -1),
             cu_num_logits_np=np.arange(len(rows) + 1, dtype=np.int32),
         )
         return batch, BatchTables(block_tables=tuple(tables), slot_mappings=tuple(slots))

@@ -4,6 +4,9 @@ The cache is a shadow of the real one: it records for every slot of every block 
 value were computed, and each scheduled token asserts that its whole context is there. Whatever a scheduler does wrong
 (a block shared that may not be, a position skipped, a token lost, a shared block written) trips an assert or changes
 tokens.
+
+It speculates, too. After each step it proposes 0 to K drafts for each request, of which the first ones are right, and
+writes rubbish to all positions that a draft network may write: K + 1 behind the step's.
 """
 
 from collections import Counter
@@ -62,6 +65,7 @@ class HeldRequest:
         self.seed = new.sampling.seed
         self.blocks = [list(ids) for ids in new.block_ids]
         self.num_computed = new.num_computed_tokens
+        self.drafts = ()
 
     def prefix(self, position):
         """All that the key and value at a position depend on; the salt too, although they do not."""
@@ -99,7 +103,10 @@ class PrefixWorker(Worker):
         self.pending = None
         self.outputs = []
         self.calls = []
-        self.num_drafts_rejected = 0
+        self.num_drafts = 0  # how often a request verified some
+        self.num_draft_tokens = 0
+        self.num_drafts_accepted = 0
+        self.num_placeholders = 0
 
     shape = property(lambda self: self._shape)
     layout = property(lambda self: self._layout)
@@ -160,6 +167,7 @@ class PrefixWorker(Worker):
                 for have, more in zip(request.blocks, cached.new_block_ids, strict=True):
                     have.extend(more)
         self.check_integrity()
+        self._check_drafts(output)
         rows = [r.req_id for r in (*output.new_requests, *output.cached_requests)]
         assert sorted(rows) == sorted(output.num_scheduled_tokens)
         assert output.total_num_scheduled_tokens <= self.shape.max_num_batched_tokens
@@ -170,10 +178,15 @@ class PrefixWorker(Worker):
         counts = output.num_scheduled_tokens
         for r in rows:  # all of a step is written before anyone attends to it
             self._write_known(self.requests[r], counts[r] - drafts.get(r, 0), holders)
-        sampled = tuple(self._run(r, counts[r], drafts.get(r, 0)) for r in rows)
-        blocks = {block for r in rows for have in self.requests[r].blocks for block in have}
-        self.pending = ModelRunnerOutput(req_ids=tuple(rows), sampled_token_ids=sampled), blocks
+        self.pending = {r: (counts[r], drafts.get(r, 0)) for r in rows}
         return None
+
+    def _check_drafts(self, output):
+        """Where the engine can know how many drafts there are, it schedules no more; for others up to K."""
+        unknown = {req_id for step in self.uncollected for req_id in step.result.req_ids}
+        for req_id, count in output.scheduled_drafts.items():
+            most = self.shape.num_speculative_tokens if req_id in unknown else len(self.requests[req_id].drafts)
+            assert 0 < count <= most
 
     def _copy(self, output):
         """All sources are read before any destination is written; each destination is a new block."""
@@ -231,29 +244,78 @@ class PrefixWorker(Worker):
         prefix = self.cache[self._slot(request, 0, length - 1)][2]
         return next_token(prefix, request.seed, self.shape.vocab_size)
 
-    def _run(self, req_id, count, num_drafts):
+    def _run(self, req_id, count, num_drafts, grammar):
         request = self.requests[req_id]
         end = request.num_computed + count - num_drafts
         assert not num_drafts or end == len(request.tokens) > request.prefill_len
         request.num_computed = end
         token = self._sample(request, end)  # a partial prefill, too, attends to its whole context
+        drafts, request.drafts = request.drafts[:num_drafts], ()
         if end < len(request.tokens):
             return ()
-        new = [token]
-        accepted = hash(tuple(request.tokens)) % (num_drafts + 1)
-        for position in range(end, end + accepted):
-            request.tokens.append(new[-1])
-            self._write(request, position, request.prefix(position))
-            new.append(self._sample(request, position + 1))
+        new = [self.pick(req_id, token, 0, grammar)]
+        for row, draft in enumerate(drafts, 1):
+            if draft != new[-1]:
+                break
+            request.tokens.append(draft)
+            self._write(request, end + row - 1, request.prefix(end + row - 1))
+            new.append(self.pick(req_id, self._sample(request, end + row), row, grammar))
+        accepted = len(new) - 1
         for position in range(end + accepted, end + num_drafts):
             self._write(request, position, "rejected")
-        self.num_drafts_rejected += num_drafts - accepted
+        self.num_drafts += bool(drafts)
+        self.num_draft_tokens += len(drafts)
+        self.num_drafts_accepted += accepted
+        self.num_placeholders += num_drafts - len(drafts)
         request.num_computed = end + accepted
         request.tokens.append(new[-1])
+        request.drafts = self.propose(request)
         return tuple(new)
 
+    def pick(self, req_id, token, row, grammar):
+        """What becomes of the token that the request's logits row would yield."""
+        return token
+
+    def propose(self, request):
+        """0 to K drafts, of which the first 0 to all are what will come."""
+        chance = hash((self.shape.num_speculative_tokens, *request.tokens))
+        count = chance % (self.shape.num_speculative_tokens + 1)
+        num_right = chance // 64 % (count + 1)
+        tokens = list(request.tokens)
+        for number in range(count):
+            token = next_token(tokens, request.seed, self.shape.vocab_size)
+            tokens.append(token if number < num_right else (token + 1) % self.shape.vocab_size)
+        return tuple(tokens[len(request.tokens) :])
+
+    def _look_ahead(self, req_id, end):
+        """A draft network may write K + 1 positions behind the step, which nobody else may have."""
+        request = self.requests[req_id]
+        holders = Counter(block for r in self.requests.values() for have in r.blocks for block in have)
+        for position in range(end, min(end + self.shape.num_speculative_tokens + 1, self.shape.max_model_len)):
+            for group in range(len(self.layout.groups)):
+                assert holders[self._slot(request, group, position)[1]] == 1
+            self._write(request, position, "drafted")
+
+    def report(self, sampled):
+        """What else the answer holds."""
+        return {}
+
     def sample_tokens(self, grammar=None):
-        (result, blocks), self.pending = self.pending, None
+        rows, self.pending = self.pending, None
+        ends = {r: self.requests[r].num_computed + count for r, (count, _) in rows.items()}
+        sampled = {r: self._run(r, *counts, grammar) for r, counts in rows.items()}
+        drafts = ()
+        if self.shape.num_speculative_tokens:
+            drafts = tuple(self.requests[r].drafts for r in rows)
+            for r in rows:
+                self._look_ahead(r, ends[r])
+        result = ModelRunnerOutput(
+            req_ids=tuple(rows),
+            sampled_token_ids=tuple(sampled.values()),
+            draft_token_ids=drafts,
+            **self.report(sampled),
+        )
+        blocks = {block for r in rows for have in self.requests[r].blocks for block in have}
         step = FakeStep(self, self.tamper(result) if self.tamper else result, blocks)
         self.uncollected.append(step)
         return step

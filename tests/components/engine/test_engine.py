@@ -41,9 +41,10 @@ def make_engine(fakes):
     return functools.partial(build_engine, fakes)
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
+@pytest.fixture(params=[(False, 0), (True, 0), (False, 3), (True, 3)], ids=["sync", "async", "drafts", "async drafts"])
 def engine(request, make_engine):
-    return make_engine(async_scheduling=request.param)
+    async_scheduling, num_drafts = request.param
+    return make_engine(async_scheduling, num_speculative_tokens=num_drafts)
 
 
 def expected(fakes, engine, prompt, its_params):
@@ -162,7 +163,8 @@ def test_add_request_and_step(engine, fakes):
     tokens, text, _ = expected(fakes, engine, (0, 1, 2), params(max_tokens=5))
     assert tuple(token for delta in mine for token in delta.token_ids) == tokens
     assert "".join(delta.text for delta in mine) == text
-    assert [delta.finish_reason for delta in mine] == [None] * 4 + ["length"]
+    assert [delta.finish_reason for delta in mine] == [None] * (len(mine) - 1) + ["length"]
+    assert all(delta.token_ids for delta in mine)
     assert [delta.finish_reason for delta in deltas if delta.req_id == other] == ["length"]
     assert engine.step() == []
 
@@ -235,6 +237,52 @@ def test_b142_tokens_past_a_stop_string_do_not_count(make_engine, fakes):
     assert results == [(alone[:end], text_of(alone[: end - 2]), "stop") for end in range(2, 12)]
 
 
+def test_b144_a_stop_string_in_the_first_of_many_tokens_is_found(make_engine, fakes):
+    """B144: all five tokens of a step are looked at."""
+    engine = make_engine(num_speculative_tokens=4)
+    engine.fake.propose = lambda request: right_drafts(fakes, request, 4)
+    tokens = fakes.reference((7,), params(max_tokens=11), (), engine.shape)[0]
+    for end in range(1, 11):
+        if tokens[end] in tokens[:end]:
+            continue
+        stop = text_of(tokens[end : end + 1])
+        (result,) = engine.generate([[7]], params(max_tokens=11, stop=(stop,)))
+        assert (result.token_ids, result.text) == (tokens[: end + 1], text_of(tokens[:end]))
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 20
+    assert_empty(engine)
+
+
+def right_drafts(fakes, request, count):
+    tokens = list(request.tokens)
+    for _ in range(count):
+        tokens.append(fakes.next_token(tokens, request.seed, 50))
+    return tuple(tokens[len(request.tokens) :])
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_drafts_that_are_right_save_steps(make_engine, fakes, async_scheduling):
+    """K = 4: a prompt's step yields one token, each further one five, until max_tokens cuts."""
+    engine = make_engine(async_scheduling, num_speculative_tokens=4)
+    engine.fake.propose = lambda request: right_drafts(fakes, request, 4)
+    (result,) = engine.generate([[7]], params(max_tokens=13))
+    assert result.token_ids == fakes.reference((7,), params(max_tokens=13), (), engine.shape)[0]
+    stats = engine.stats
+    assert stats.num_steps == 4
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 9, 9)
+
+
+def test_accepted_tokens_are_found_by_others(make_engine):
+    """Those that came as drafts are in the prefix cache like any, and what was proposed behind the text is not."""
+    engine = make_engine(num_speculative_tokens=4)
+    (first,) = engine.generate([[1, 2, 3]], params(max_tokens=29))
+    assert engine.stats.num_accepted_tokens > 5
+    prompt = (1, 2, 3, *first.token_ids)
+    (second,) = engine.generate([prompt], params(max_tokens=3))
+    assert second.num_cached_tokens == 28  # 31 were computed: seven blocks are full
+    (third,) = engine.generate([[1, 2, 3]], params(max_tokens=32))
+    assert third.token_ids == (*first.token_ids, *second.token_ids)
+
+
 def test_a_preempted_request_keeps_its_seed(make_engine, fakes):
     engine = make_engine(layout=fakes.layout(1 + 16, (1,)), max_model_len=16)
     for i in range(3):
@@ -276,7 +324,7 @@ def test_stream_and_chat(engine, fakes):
     tokens, text, _ = expected(fakes, engine, (0, 1, 2), params(max_tokens=6))
     assert "".join(delta.text for delta in deltas) == text
     assert tuple(token for delta in deltas for token in delta.token_ids) == tokens
-    assert [delta.finish_reason is None for delta in deltas] == [True] * 5 + [False]
+    assert [delta.finish_reason is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
     messages = [{"role": "user", "content": "AB"}, {"role": "user", "content": "C"}]
     assert "".join(delta.text for delta in engine.chat(messages, params(max_tokens=6))) == text
     with pytest.raises(UnsupportedError):

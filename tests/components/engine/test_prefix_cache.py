@@ -314,7 +314,7 @@ def test_drafts_and_placeholders_are_not_published(driver, fakes):
         if len(d.in_flight) == 2 or not output.num_scheduled_tokens:
             d.collect()
     assert len(pool._keys) > 10
-    assert d.worker.num_drafts_rejected
+    assert d.worker.num_drafts_accepted < d.worker.num_draft_tokens
     d.run()
 
 

@@ -21,9 +21,10 @@ def make_engine(fakes):
     return functools.partial(build_engine, fakes)
 
 
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
+@pytest.fixture(params=[(False, 0), (True, 0), (False, 3), (True, 3)], ids=["sync", "async", "drafts", "async drafts"])
 def engine(request, make_engine):
-    return make_engine(async_scheduling=request.param)
+    async_scheduling, num_drafts = request.param
+    return make_engine(async_scheduling, num_speculative_tokens=num_drafts)
 
 
 def alone(fakes, engine, prompt, its_params):
@@ -79,7 +80,7 @@ def test_deltas_say_which_completion_they_are_of(engine):
     for index in (0, 1):
         its = [delta for delta in deltas if delta.index == index]
         assert sum(len(delta.token_ids) for delta in its) == 4
-        assert [delta.finish_reason for delta in its] == [None] * 3 + ["length"]
+        assert [delta.finish_reason for delta in its] == [None] * (len(its) - 1) + ["length"]
 
 
 def test_a_stream_of_several_ends_with_the_last(engine):
@@ -478,10 +479,58 @@ def test_a_structured_request_that_is_preempted_goes_on(make_engine, fakes, asyn
     assert set(texts.values()) <= {"ABCDEFGHIJKLM", "BADCBADCBADC"}
 
 
-def test_structured_outputs_with_speculation_are_refused(make_engine):
-    engine = make_engine(num_speculative_tokens=2)
-    with pytest.raises(RequestError, match="speculative"):
-        engine.add_request("A", choice("AB"))
+def right_up_to(text, num_right):
+    """Proposes a text's next letters, of which those from the num_right-th on are wrong."""
+    ids = Letters().encode(text)
+
+    def propose(request):
+        start = len(request.tokens) - 1  # the prompt is one token
+        return tuple((token + (number >= num_right)) % 50 for number, token in enumerate(ids[start : start + 4]))
+
+    return propose
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(("num_right", "num_steps", "num_accepted"), [(0, 12, 0), (1, 7, 6), (2, 5, 8), (4, 4, 9)])
+def test_drafts_are_verified_under_the_grammar(
+    make_engine, async_scheduling, ignore_eos, num_right, num_steps, num_accepted
+):
+    """Each draft has a mask of its own, also with asynchronous scheduling: the masks are made when the drafts are
+    known. What was accepted behind the end of the grammar does not count."""
+    text = "KLMNOPQRSTUV"
+    engine = make_engine(async_scheduling, num_speculative_tokens=4)
+    engine.fake.propose = right_up_to(text, num_right)
+    (result,) = engine.generate("A", choice(text, ignore_eos=ignore_eos, max_tokens=20, logprobs=0))
+    assert (result.text, result.finish_reason) == (text, "stop")
+    assert len(result.token_ids) == len(result.logprobs) == len(text)
+    assert engine.stats.num_steps == num_steps + async_scheduling  # one was on its way when the text was complete
+    assert engine.stats.num_accepted_tokens == num_accepted
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_drafts_behind_the_end_of_a_grammar(make_engine, async_scheduling):
+    """The proposer goes on as if nothing were complete; its end of sequence is accepted and does not count."""
+    engine = make_engine(async_scheduling, num_speculative_tokens=4)
+    engine.fake.propose = lambda request: (11, EOS, EOS, 3)
+    results = engine.generate(["A", "B"], [choice("KL", ignore_eos=True), choice("KL", "KLM", ignore_eos=False)])
+    assert [r.finish_reason for r in results] == ["stop", "stop"]
+    assert results[0].text == "KL"
+    assert results[1].text in ("KL", "KLM")
+    assert engine.stats.num_accepted_tokens > 0
+    assert_empty(engine)
+
+
+def test_structured_and_other_requests_speculate_in_one_step(make_engine, fakes):
+    engine = make_engine(num_speculative_tokens=4, max_num_reqs=8, max_num_batched_tokens=16)
+    texts = ["ABCDEFGHIJKL", "BADC", "ABDDDD"]
+    many = [params(max_tokens=20) if i % 2 else choice(*texts, seed=i) for i in range(8)]
+    results = engine.generate([[i] for i in range(8)], many)
+    assert all(result.text in texts for result in results[::2])
+    for i in (1, 3, 5, 7):
+        assert results[i].token_ids == alone(fakes, engine, (i,), many[i])
+    assert_empty(engine)
 
 
 def test_check_integrity_counts_grammars(engine):
@@ -547,7 +596,9 @@ def test_cached_tokens_are_told_once(engine):
     engine.add_request(prompt, params(max_tokens=3, n=2))
     deltas = drain(engine)
     for index in (0, 1):
-        assert [delta.num_cached_tokens for delta in deltas if delta.index == index] == [12, 0, 0]
+        first, *others = [delta.num_cached_tokens for delta in deltas if delta.index == index]
+        assert first == 12
+        assert set(others) == {0}
     assert engine.stats.num_cached_tokens == 24
     assert engine.stats.num_prompt_tokens == 39
     assert engine.generate([prompt], params(max_tokens=2))[0].num_cached_tokens == 12

@@ -230,3 +230,44 @@ def test_the_file_itself_may_be_missing_or_broken(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9]}')
     assert read_hf_config(tmp_path).eos_token_ids == (9,)
+
+
+def test_layers_of_a_draft_are_those_of_its_model_type():
+    """The architecture is the draft's; biases, norms and windows follow from `model_type`, and nothing without it."""
+    draft = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32}
+    llama = read(**draft, attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
+    assert read(**draft | {"model_type": "qwen3"}).qk_norm
+    plain = read(**draft | {"model_type": "absent"})
+    assert (plain.architecture, plain.qkv_bias, plain.qk_norm) == ("LlamaForCausalLMEagle3", False, False)
+    assert plain.raw["draft_vocab_size"] == 32
+
+
+def test_fields_one_level_down_as_speculators_writes_them():
+    layer = BASE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1}
+    raw = {
+        "architectures": ["Eagle3Speculator"],
+        "model_type": "speculators",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": 32,
+        "eagle_aux_hidden_state_layer_ids": [2, 15, 27],
+    }
+    config = model_config(raw, {}, "config.json")
+    assert (config.architecture, config.num_hidden_layers, config.qk_norm) == ("Eagle3Speculator", 1, True)
+    assert config.raw["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
+    del layer["num_attention_heads"]
+    with pytest.raises(ModelError, match="num_attention_heads: is missing"):
+        model_config(raw, {}, "config.json")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"medusa_num_heads": 4, "medusa_num_layers": 1, "base_model_name_or_path": "some/model"},
+        {"model_type": "medusa", "num_heads": 4},
+    ],
+)
+def test_medusa_leaves_its_sizes_to_the_target(raw):
+    config = model_config(raw, {}, "config.json")
+    assert (config.architecture, config.hidden_size, config.vocab_size) == ("MedusaModel", 0, 0)
+    assert model_config(raw | {"hidden_size": 64, "vocab_size": 96}, {}, "config.json").hidden_size == 64

@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workerkit.components.sampler.history import TokenHistory
+from workerkit.components.buffers.history import TokenHistory
 from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.request import NewRequest
 from workerkit.framework.interfaces.sampling import SamplerOutput, SamplerStage

@@ -368,3 +368,18 @@ def test_a_stage_may_refuse_its_parameters(new_bench):
 def test_a_default_that_no_stage_serves_is_refused_at_once(new_bench):
     with pytest.raises(UnsupportedError, match=r"min_p: no stage .*top_k: no stage|top_k: no stage .*min_p: no stage"):
         new_bench(stages=("temperature",), min_p=0.1, top_k=3)
+
+
+def test_keys_by_slot(bench):
+    """B118, B140: what draws depend on is the request's own, wherever its row lies; defaults are filled in."""
+    bench.admit(0, temperature=0.0, seed=3)
+    bench.admit(1, seed=4)
+    bench.admit(4, temperature=0.25, seed=2**63 - 1)
+    keys = bench.sampler.keys(bench.decode(4, (0, (1, 2)), 1))
+    assert (keys.seeds.dtype, keys.temperatures.dtype) == (torch.int64, torch.float32)
+    assert keys.seeds.tolist() == [2**63 - 1, 3, 4]
+    assert keys.temperatures.tolist() == [0.25, 0.0, 1.0]
+    bench.admit(2)
+    bench.admit(3)
+    unseeded = bench.sampler.keys(bench.decode(2, 3)).seeds.tolist()
+    assert len({*unseeded, 0}) == 3, "a request without a seed has one of its own"

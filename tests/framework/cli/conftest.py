@@ -12,7 +12,7 @@ import pytest
 from workerkit.framework import roles
 from workerkit.framework.cli.main import main
 from workerkit.framework.errors import RequestError
-from workerkit.framework.interfaces.engine import Engine, Prompt, RequestDelta, TokenLogprobs
+from workerkit.framework.interfaces.engine import Engine, EngineStats, Prompt, RequestDelta, TokenLogprobs
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.sections import ModelSection
 from workerkit.framework.interfaces.text import ChatTemplate, Tokenizer
@@ -25,6 +25,7 @@ from workerkit.framework.testing.fakes_text import FakeChatTemplate, FakeTokeniz
 class ScriptConfig:
     ctrl_c_at_step: int | None = None
     eager: bool = True
+    drafts_a_step: int = 0
 
 
 class ScriptedEngine(Engine):
@@ -124,7 +125,12 @@ class ScriptedEngine(Engine):
     def generate(self, prompts: Any, params: Any = None, on_progress: Any = None) -> Any:
         raise AssertionError("the command line does not call it")
 
-    has_unfinished = stats = shape = layout = property(lambda self: None)
+    has_unfinished = shape = layout = property(lambda self: None)
+
+    @property
+    def stats(self) -> EngineStats:
+        drafts = self.config.drafts_a_step * self._steps
+        return EngineStats(num_drafts=drafts, num_draft_tokens=3 * drafts, num_accepted_tokens=drafts // 2)
 
     def check_integrity(self) -> None:
         assert not self._left

@@ -29,6 +29,12 @@ def test_one_prompt_streams_and_ends_with_its_speed(cli, engines, capsys):
     assert engines[0].asked == [("abc", SamplingParams(max_tokens=256))]
 
 
+def test_the_speed_names_the_mean_accepted_length_when_drafts_were_verified(cli, capsys):
+    for prompts in (["abc"], ["abc", "de"]):
+        assert cli("generate", *prompts, "--set", "components.engine.drafts_a_step=2") == 0
+        assert capsys.readouterr().err.rstrip().endswith("tokens/s, mean accepted length 1.50")
+
+
 def test_without_a_config_all_is_default_and_model_wins(cli, engines):
     cli("generate", "x")
     cli("generate", "x", "--model", "other")

@@ -50,6 +50,10 @@ class TokenHistory:
         columns = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self._tokens[batch.idx_mapping[rows][:, None], columns] = tokens.int()
 
+    def tokens(self, slots: torch.Tensor, width: int) -> torch.Tensor:
+        """[N, width] int32, a copy: the texts of some slots [N]; what lies behind a text is undefined."""
+        return self._tokens[:, :width].index_select(0, slots)
+
     def text(
         self, batch: InputBatch, requests: np.ndarray, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:

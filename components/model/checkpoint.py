@@ -1,0 +1,110 @@
+"""What networks of torch modules have in common: they are filled by the names that tensors have in a checkpoint."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from workerkit.components.layers.linear import MergedLinear
+from workerkit.components.layers.rope import RotaryEmbedding
+from workerkit.framework.errors import WeightError
+from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, Network
+
+COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store it; it follows from the config
+
+
+class CheckpointNetwork(torch.nn.Module, Network):
+    """Knows which tensors a checkpoint must and may have, and refuses all others. No weight requires a gradient."""
+
+    config: ModelConfig
+
+    @abc.abstractmethod
+    def required_tensors(self) -> dict[str, torch.Tensor]:
+        """Checkpoint name -> the tensor to fill, a view of a merged one where that is so."""
+
+    def zeroed_tensors(self) -> dict[str, torch.Tensor]:
+        """Likewise; those that the checkpoint does not have are 0."""
+        return {}
+
+    def optional_shapes(self) -> dict[str, Sequence[tuple[int, ...]]]:
+        """Checkpoint name of what `take` is given if it is there -> the shapes that it may have."""
+        return {}
+
+    def take(self, found: Mapping[str, torch.Tensor]) -> list[str]:
+        """The optional tensors that the checkpoint has, after all others are filled -> what is wrong with them."""
+        return []
+
+    def canonical_name(self, name: str) -> str | None:
+        """The name that the methods above use for it; None: of no use here."""
+        return None if name.endswith(COMPUTED) else name
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        required, zeroed, shapes = self.required_tensors(), self.zeroed_tensors(), self.optional_shapes()
+        targets = required | zeroed
+        shapes |= {name: (tuple(target.shape),) for name, target in targets.items()}
+        found: dict[str, torch.Tensor] = {}
+        seen: set[str] = set()
+        problems: list[str] = []
+        for stored_name, tensor in weights:
+            name = self.canonical_name(stored_name)
+            if name is None:
+                continue
+            if name not in shapes:
+                problems.append(f"unexpected tensor {stored_name} {list(tensor.shape)}")
+            elif name in seen:
+                problems.append(f"{stored_name} comes twice")
+            elif tuple(tensor.shape) not in shapes[name]:
+                allowed = " or ".join(str(list(shape)) for shape in shapes[name])
+                problems.append(f"{stored_name} has shape {list(tensor.shape)}, not {allowed}")
+            elif name in targets:
+                targets[name].copy_(tensor)
+            else:
+                found[name] = tensor
+            seen.add(name)
+        problems += [f"missing tensor {name} {list(t.shape)}" for name, t in required.items() if name not in seen]
+        for name in zeroed.keys() - seen:
+            zeroed[name].zero_()
+        if not problems:
+            problems += self.take(found)
+        if problems:
+            raise WeightError(
+                "\n  - ".join([f"the checkpoint does not fit {self.config.architecture}:", *sorted(problems)])
+            )
+        self.bind()
+
+    def bind(self) -> None:
+        """Derive what follows from the weights and the config."""
+        for module in self.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.reset()
+        for linear in self._linears():
+            linear.bind()
+
+    def release(self) -> None:
+        for linear in self._linears():
+            linear.release()
+
+    def _linears(self) -> Iterator[MergedLinear]:
+        return (module for module in self.modules() if isinstance(module, MergedLinear))
+
+
+def weights_with_progress(
+    loader: ModelLoader, config: ModelConfig, label: str, progress: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the loader yields, with a bar on stderr if that is a terminal."""
+    from tqdm import tqdm
+
+    hidden = None if progress else True  # None: hidden where stderr is no terminal
+    yield from tqdm(loader.weights(config), label, loader.count(), leave=False, unit="tensor", disable=hidden)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    """An unfilled [rows, columns]."""
+    return torch.nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,111 @@
+"""Multi-token prediction heads with the names of Qwen3-Next and Qwen3.5: one decoder layer behind fused inputs.
+
+z_p = fc[pre_fc_norm_embedding(e(x_{p+1})); pre_fc_norm_hidden(h_p)], h_p being the target's hidden state after its last
+norm; norm(layer(z_p)) gives logits of token p + 2, and goes on as h_{p+1}. As in vLLM's `qwen3_next_mtp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from workerkit.components.layers.linear import Linear
+from workerkit.components.layers.norm import RMSNorm
+from workerkit.components.layers.rope import RotaryEmbedding
+from workerkit.components.model.decoder import DecoderLayer, check_numbers, make_attention_layers
+from workerkit.components.model.drafts.eagle import layer_tensors
+from workerkit.components.model.drafts.head import DraftModule, integer
+from workerkit.framework.errors import ModelError
+from workerkit.framework.interfaces.draft import HiddenDraft
+from workerkit.framework.interfaces.kernels import Kernels
+from workerkit.framework.interfaces.kv_cache import AttentionLayer
+from workerkit.framework.interfaces.model import Attend, ModelConfig
+
+_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+_ONE_ADDED = ("qwen3_next", "qwen3_5")  # families that norm queries and keys, and whose norms multiply by 1 + weight
+_SPECULATORS = {
+    "input_proj.": "fc.",
+    "hidden_layernorm.": "pre_fc_norm_hidden.",
+    "token_layernorm.": "pre_fc_norm_embedding.",
+    "final_layernorm.": "norm.",
+}
+
+
+class MTP(DraftModule, HiddenDraft):
+    """The layer is the plain decoder's. Its tensors may lie in the target's own checkpoint, which is ignored else."""
+
+    prefix = "mtp."
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        kind = str(config.raw.get("model_type") or "")
+        adds_one = config.architecture in ("Qwen3NextMTP", "Qwen3_5MTP") or kind.startswith(_ONE_ADDED)
+        # num_hidden_layers and layer types are the target's
+        config = attrs.evolve(config, num_hidden_layers=1, sliding_windows=(), qk_norm=config.qk_norm or adds_one)
+        super().__init__(config, kernels, dtype, device)
+        check_numbers(config)
+        for name in _COUNTS:
+            if integer(config, name, 1) != 1:
+                raise ModelError(f"{config.architecture}: {name} {config.raw[name]} is not supported, only 1")
+        self.adds_one = adds_one
+        self._attention_layers = make_attention_layers(config, self.prefix)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = RMSNorm(hidden, eps, kernels, dtype, device)
+        self.pre_fc_norm_hidden = RMSNorm(hidden, eps, kernels, dtype, device)
+        self.fc = Linear("fc", 2 * hidden, hidden, False, kernels, dtype, device)
+        self.layers = torch.nn.ModuleList(
+            DecoderLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
+        )
+        self.norm = RMSNorm(hidden, eps, kernels, dtype, device)
+        self.rotary = RotaryEmbedding(config.rope, dtype, device)
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        return self._attention_layers
+
+    @property
+    def features(self) -> Sequence[str]:
+        return ()
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+    def step(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        rope_lens: torch.Tensor,
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fused = self.fc(torch.cat((self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)), dim=-1))
+        cos, sin = self.rotary(positions, rope_lens)
+        x, residual = self.layers[0](None, fused, cos, sin, attend)
+        state, _ = self.norm.add(x, residual)
+        return state, state
+
+    def required_tensors(self) -> dict[str, torch.Tensor]:
+        own = {
+            "fc.weight": self.fc.weight,
+            "pre_fc_norm_embedding.weight": self.pre_fc_norm_embedding.weight,
+            "pre_fc_norm_hidden.weight": self.pre_fc_norm_hidden.weight,
+            "norm.weight": self.norm.weight,
+        } | layer_tensors(self.layers)
+        return super().required_tensors() | {self.prefix + name: tensor for name, tensor in own.items()}
+
+    def take(self, found: Mapping[str, torch.Tensor]) -> list[str]:
+        for norm in self.modules():
+            if self.adds_one and isinstance(norm, RMSNorm):
+                norm.weight.add_(1)
+        return super().take(found)
+
+    def canonical_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.")
+        if name.startswith("mtp_layers.0."):
+            name = name.removeprefix("mtp_layers.0.")
+            for theirs, ours in _SPECULATORS.items():
+                if name.startswith(theirs):
+                    return self.prefix + ours + name.removeprefix(theirs)
+            return super().canonical_name(f"{self.prefix}layers.0.{name}")
+        return super().canonical_name(name) if name.startswith(self.prefix) else None
