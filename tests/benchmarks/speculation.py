@@ -34,8 +34,8 @@ CONTESTANTS = {  # name: (K, speculator, draft)
     "ngram": (4, "ngram", None),
     "suffix": (8, "suffix", None),
     "eagle3": (2, "eagle3", "smollm2-eagle3"),
-    "dflash": (3, "dflash", "smollm2-dflash"),
-    "dspark": (3, "dspark", "smollm2-dspark"),
+    "dflash": (5, "dflash", "smollm2-dflash"),
+    "dspark": (5, "dspark", "smollm2-dspark"),
 }
 
 

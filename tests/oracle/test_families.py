@@ -71,6 +71,9 @@ class Recording(Sampler):
     def draw(self, logits, batch):
         return logits.argmax(-1)
 
+    def keys(self, batch):
+        raise NotImplementedError("nobody speculates here")
+
 
 def serve(assembly, prompts, count):
     """[(tokens, logits [count, V])] of each prompt, all in one batch."""
