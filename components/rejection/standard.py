@@ -10,32 +10,15 @@ from __future__ import annotations
 import torch
 
 from workerkit.components.buffers.upload import upload
-from workerkit.components.rejection.draft_probs import DraftProbs
+from workerkit.components.rejection.remembering import RememberingRejection
 from workerkit.components.rejection.rows import VerifyRows, chosen, leading
 from workerkit.components.rejection.target import Judgement
 from workerkit.framework.interfaces.batch import InputBatch
-from workerkit.framework.interfaces.kernels import Kernels
-from workerkit.framework.interfaces.request import NewRequest
-from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling import RandomStream, Sampler, SamplerOutput
-from workerkit.framework.interfaces.speculation import Drafts, RejectionSampler
 
 
-class StandardRejection(RejectionSampler):
+class StandardRejection(RememberingRejection):
     """Token by token. A request's way of verification depends on its own drafts, not on the batch."""
-
-    def __init__(self, shape: WorkerShape, kernels: Kernels) -> None:
-        self._kernels = kernels
-        self._drafts = DraftProbs(shape)
-
-    def add(self, slot: int, request: NewRequest) -> None:
-        self._drafts.forget(slot)
-
-    def clear(self, slot: int) -> None:
-        self._drafts.forget(slot)
-
-    def remember(self, batch: InputBatch, drafts: Drafts) -> None:
-        self._drafts.remember(batch, drafts)
 
     def verify(self, logits: torch.Tensor, batch: InputBatch, sampler: Sampler) -> SamplerOutput:
         known = self._drafts.take(batch)

@@ -12,7 +12,7 @@ from attrs import validators
 from workerkit.components.speculator.drawing import DraftDraws, DrawingConfig, Drawn, together
 from workerkit.components.speculator.limits import num_drafts
 from workerkit.components.speculator.rows import draft_attend, last_valid, one_query_rows, write_kv
-from workerkit.components.speculator.shared import embeddings_of, features_of, head_of, unfit
+from workerkit.components.speculator.shared import embeddings_of, features_of, head_of, newest_tokens, unfit
 from workerkit.framework.errors import UnsupportedError
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext
@@ -94,7 +94,7 @@ class BlockSpeculator(Speculator):
         if batch.plan.is_partial.all():
             none = torch.full((batch.num_reqs, self._num_drafts), -1, device=batch.positions.device)
             return Drafts(token_ids=none)
-        newest = inputs.next_tokens.clamp(min=0)  # -1 where no token was possible: such a request is about to end
+        newest = newest_tokens(inputs)
         first = batch.positions[last_valid(batch, inputs.sampled)] + 1
         drawn = self._choose(self._run_blocks(inputs, newest, first), newest, first, inputs.keys)
         return together(drawn, first + 1, self._shape.max_model_len)
