@@ -14,11 +14,11 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from half_blocks import HalfBlocks
 from letters import EOS, LETTERS, VOCAB, Letters
 from oracles import dense_logits
-from sampling_oracle import expected, possible
+from sampling_oracle import OFF, expected, possible
 
-from workerkit.components.attention.cpu import CpuAttention
 from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
 from workerkit.framework.interfaces.engine import CacheIdentity
@@ -29,23 +29,6 @@ from workerkit.framework.plugins import load_plugins
 MIN_STEPS = 5000
 MAX_MODEL_LEN = 48
 WORDS = ("yes", "no", "maybe", "yesterday", "not", "never")
-OFF = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "top_n_sigma": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-
-
-class HalfBlocks(CpuAttention):
-    """Wants kernel blocks of two tokens: half a manager block."""
-
-    kernel_block_sizes = (2,)
 
 
 @attrs.frozen

@@ -12,11 +12,11 @@ from collections import Counter, deque
 import attrs
 import pytest
 import torch
+from half_blocks import HalfBlocks
 from letters import EOS, VOCAB, Letters
 from oracles import dense_logits
-from sampling_oracle import possible
+from sampling_oracle import OFF, possible
 
-from workerkit.components.attention.cpu import CpuAttention
 from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import ConfigError
@@ -27,17 +27,6 @@ from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.plugins import load_plugins
 
 MAX_MODEL_LEN = 40
-OFF = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "top_n_sigma": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
 
 
 def drafting(architecture, most=8, **options):
@@ -70,12 +59,6 @@ OPTIONS = {
 }
 DRAWING = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "dflash", "dspark")  # that know draft_sampling
 HOST_TOKENS = ("suffix",)  # that wait for tokens, so steps cannot be planned ahead
-
-
-class HalfBlocks(CpuAttention):
-    """Wants kernel blocks of two tokens: half a manager block."""
-
-    kernel_block_sizes = (2,)
 
 
 class Mixed(Observer):

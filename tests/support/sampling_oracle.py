@@ -5,6 +5,17 @@ from collections import Counter
 import numpy as np
 
 MASK = (1 << 64) - 1
+OFF = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "top_n_sigma": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 def splitmix(x):
