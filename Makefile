@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-long lint bench clean
+.PHONY: demo test test-long lint bench bench-peers clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/workerkit chat -c configs/cpu-v2.yaml --once "What is the capital of France?" --max-tokens 64
@@ -23,8 +23,14 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.test
+	$(BIN)/workerkit bench -c configs/cpu-v2.yaml --set model.dtype=bfloat16
 	$(BIN)/python tests/benchmarks/decode.py
 	$(BIN)/python tests/benchmarks/sampling.py
+	$(BIN)/python tests/benchmarks/scaling.py
+
+# Peers are not built here: `python tests/benchmarks/peers.py --help` says what it looks for, and where.
+bench-peers: $(VENV)/.test
+	$(BIN)/python tests/benchmarks/peers.py
 
 # torch is pinned here and not in the package: a range would take a CUDA build of several gigabytes.
 $(VENV)/.runtime: pyproject.toml

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
+from workerkit.framework.interfaces.device import DeviceRuntime
 from workerkit.framework.interfaces.engine import Scheduler
+from workerkit.framework.interfaces.graph import GraphManager
 from workerkit.framework.interfaces.sampling import SlotPart
 from workerkit.framework.interfaces.speculation import DraftWeights, Speculator
 from workerkit.framework.plan import Node
@@ -25,6 +27,17 @@ def one_draft_is_enough(nodes: Mapping[str, Node]) -> list[str]:
     if len(users) < 2:
         return []
     return [f"{' and '.join(users)} each need a draft network, and components.draft brings one: name one of them"]
+
+
+def graphs_are_captured_by_the_device(nodes: Mapping[str, Node]) -> list[str]:
+    """Captured graphs are the device's."""
+    needing = [name for name, part, _ in _parts(nodes, GraphManager) if part.needs_device_graphs]
+    without = [name for name, part, _ in _parts(nodes, DeviceRuntime) if not part.captures_graphs]
+    return [
+        f"{graph} captures graphs of the device, and {device} has none: right would be `graph: none`"
+        for graph in needing
+        for device in without
+    ]
 
 
 def host_tokens_are_known(nodes: Mapping[str, Node]) -> list[str]:

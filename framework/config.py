@@ -19,7 +19,8 @@ from workerkit.framework.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 HEADLINE = "the config is not valid"
-SHORT = {"model": "source"}  # sections that may be a plain string: `model: smollm2`
+# Sections that may be a plain string, by their path: `model: smollm2`, `model: {quantization: keep}`
+SHORT = {"model": "source", "model.quantization": "default"}
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
@@ -90,9 +91,16 @@ def read_file(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge(read_file(path.parent / base_name, (*_chain, path)), document)
 
 
-def expand(document: Mapping[str, Any]) -> dict[str, Any]:
+def expand(document: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
     """Sections given as a plain string, written out; before merging, so that the rest of a section survives."""
-    return {k: {SHORT[k]: v} if k in SHORT and isinstance(v, str) else v for k, v in document.items()}
+    result = dict(document)
+    for key, value in document.items():
+        path = inside + key
+        if path in SHORT and isinstance(value, str):
+            result[key] = {SHORT[path]: value}
+        elif path in SHORT and isinstance(value, Mapping):
+            result[key] = expand(value, path + ".")
+    return result
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

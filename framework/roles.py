@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workerkit.framework.checks import host_tokens_are_known, one_draft_is_enough
+from workerkit.framework.checks import graphs_are_captured_by_the_device, host_tokens_are_known, one_draft_is_enough
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatchBuilder, RequestStates
 from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, MemoryPool, ParallelGroups
@@ -51,7 +51,7 @@ INPUT_BATCH = Role("input_batch", InputBatchBuilder, "tensors of a step from its
 BLOCK_TABLE = Role("block_table", BlockTables, "which blocks each request owns", per_worker=True)
 KV_CACHE = Role("kv_cache", KVCacheManager, "groups, layout and memory of the paged cache", default="paged")
 ATTENTION = Role("attention", AttentionBackend, "how queries meet the paged cache", default="auto")
-GRAPH = Role("graph", GraphManager, "captured graphs", default="none", version=0, per_worker=True)
+GRAPH = Role("graph", GraphManager, "captured graphs", default="auto", per_worker=True)
 ENCODER_GRAPH = Role(
     "encoder_graph", EncoderGraphManager, "captured graphs of an encoder", default="none", version=0, per_worker=True
 )
@@ -147,7 +147,7 @@ def new_registry() -> Registry:
         registry.add_role(role)
     registry.sections.update(model=ModelSection, limits=LimitsSection, cache=CacheSection)
     registry.bundles.add(RunnerParts)
-    registry.checks += [host_tokens_are_known, one_draft_is_enough]
+    registry.checks += [graphs_are_captured_by_the_device, host_tokens_are_known, one_draft_is_enough]
     registry.published.add(KVLayout)
     registry.producers.update(
         {

@@ -23,6 +23,12 @@ def _on(kind: str) -> Suits:
     return suits
 
 
+def _native(chosen: Mapping[str, str]) -> str | None:
+    from workerkit.kernels.cpu.native.build import unavailable
+
+    return "the CPU has AVX-512 with BF16" if chosen.get("device") == "cpu" and unavailable() is None else None
+
+
 def _anywhere(chosen: Mapping[str, str]) -> str | None:
     return "works on every device"
 
@@ -45,9 +51,11 @@ def worker_components(registry: Registry) -> None:
     add(roles.BLOCK_TABLE, "reference", f"{_C}.block_table.reference:ReferenceBlockTables")
     add(roles.KV_CACHE, "paged", f"{_C}.kv_cache.paged:PagedKVCache")
     add(roles.ATTENTION, "cpu", f"{_C}.attention.cpu:CpuAttention", suits=_on("cpu"), priority=10)
+    add(roles.ATTENTION, "sdpa", f"{_C}.attention.sdpa:SdpaAttention", suits=_on("cuda"), priority=10)
     add(roles.ATTENTION, "reference", f"{_C}.attention.reference:ReferenceAttention", suits=_anywhere)
     add(roles.KERNELS, "ordered", f"{_C}.kernels.ordered:OrderedKernels", parts={"libraries": "auto"})
     library = "workerkit.plugins.builtin_kernels"
+    add(roles.KERNEL_LIBRARY, "native", f"{library}:NativeKernels", suits=_native, priority=20)
     add(roles.KERNEL_LIBRARY, "cpu", f"{library}:CpuKernels", suits=_on("cpu"), priority=10)
     add(roles.KERNEL_LIBRARY, "reference", f"{library}:ReferenceKernels", suits=_anywhere)
     add(roles.MODEL, "native", f"{_C}.model.native:NativeModel")
@@ -87,10 +95,12 @@ def worker_components(registry: Registry) -> None:
     add(roles.REJECTION, "synthetic", f"{_C}.rejection.synthetic:SyntheticRejection")
     add(roles.VERIFY_BUDGET, "confidence", f"{_C}.verify_budget.confidence:ConfidenceBudget")
     add(roles.DEVICE, "cpu", f"{_C}.device.cpu:CpuDevice")
+    add(roles.DEVICE, "cuda", f"{_C}.device.cuda:CudaDevice")
     add(roles.MEMORY_POOL, "storage", f"{_C}.device.memory_pool:StoragePool")
     add(roles.PARALLEL, "single", f"{_C}.parallel.single:SingleProcess")
     add(roles.OBSERVERS, "metrics", f"{_C}.observers.metrics:Metrics")
     add(roles.OBSERVERS, "tap", f"{_C}.observers.tap:Tap")
+    add(roles.OBSERVERS, "timings", f"{_C}.observers.timings:Timings")
     add(roles.SCHEDULER, "continuous", f"{_C}.engine.scheduler:ContinuousScheduler")
     add(roles.TOKENIZER, "file", f"{_C}.engine.tokenizer:FileTokenizer")
     add(roles.CHAT_TEMPLATE, "jinja", f"{_C}.engine.chat_template:JinjaChatTemplate")
@@ -122,8 +132,10 @@ def worker_components(registry: Registry) -> None:
         add(roles.SPECULATOR, name, f"{_C}.speculator.{where}", defaults=verified)
         add(roles.PROPOSER, name, f"{_C}.speculator.{where}")
     add(roles.SPECULATOR, "composite", f"{_C}.speculator.composite:CompositeSpeculator", defaults=verified)
+    add(roles.GRAPH, "compiled", f"{_C}.graph.compiled:CompiledGraphs", suits=_native, priority=10)
+    add(roles.GRAPH, "cuda", f"{_C}.graph.cuda:CudaGraphManager", suits=_on("cuda"), priority=10)
+    add(roles.GRAPH, "none", f"{_C}.graph.none:NoGraph", suits=_anywhere)
     none: tuple[tuple[Role[Any], str], ...] = (
-        (roles.GRAPH, "graph.none:NoGraph"),
         (roles.ENCODER_GRAPH, "graph.none:NoEncoderGraph"),
         (roles.MODEL_STATE, "model_state.none:NoModelState"),
         (roles.DRAFT, "speculator.none:NoDraft"),

@@ -1,4 +1,5 @@
-"""Attention on a CPU: all rows with one query in one call, the others one by one, planned once a step."""
+"""Attention on a CPU: by the op for any mix of rows if there is a fast one, else all rows with one query in one call
+and the others one by one, planned once a step."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from workerkit.components.attention.heads import check_heads
+from workerkit.components.attention.paged import attend_paged
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.kernels import Kernels
@@ -43,19 +45,27 @@ class _GroupPlan:
 
 
 class CpuAttention(AttentionBackend):
-    """`decode_attention` and `prefill_attention` over a plan for each KV-cache group.
+    """`paged_attention` if its library comes before that of `decode_attention` and serves all layers; graphs may hold it
+    then.
 
-    It reads `batch.seq_lens` on the host: on a CPU that is the exact length, and waits for nothing.
+    Otherwise `decode_attention` and `prefill_attention` over a plan for each KV-cache group, which reads
+    `batch.seq_lens` on the host: on a CPU that is the exact length, and waits for nothing.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+        self._is_paged = kernels.rank("paged_attention") < kernels.rank("decode_attention")
+        self.graph_support = "always" if self._is_paged else "never"
 
     def prepare(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
         check_heads(layers)
+        if self._is_paged and not _serves(self._kernels, layers, dtype):
+            self._is_paged, self.graph_support = False, "never"
 
     def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
         kernels = self._kernels
+        if self._is_paged:
+            return attend_paged(kernels, batch, tables, caches)
         num_tokens, padded = batch.num_tokens, batch.num_tokens_padded > batch.num_tokens
         plans = [
             _plan(batch, table, slots, caches.layout.kernel_block_size, group.spec.sliding_window)
@@ -92,6 +102,18 @@ class CpuAttention(AttentionBackend):
             return output
 
         return attend
+
+
+def _serves(kernels: Kernels, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> bool:
+    """Whether `paged_attention` works for heads like these: it says so when it is given a token of them."""
+    one, starts = torch.ones(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    for heads, kv_heads, dim in {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}:
+        query, cache = torch.zeros(1, heads, dim, dtype=dtype), torch.zeros(2, 1, kv_heads, dim, dtype=dtype)
+        try:
+            kernels.paged_attention(query, cache, cache, one[:, None], starts, one, 1.0, None)
+        except NotImplementedError:
+            return False
+    return True
 
 
 def _plan(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from workerkit.components.attention.heads import check_heads
+from workerkit.components.attention.paged import attend_paged
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.kernels import Kernels
@@ -25,19 +26,4 @@ class ReferenceAttention(AttentionBackend):
         check_heads(layers)
 
     def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
-        def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            group = caches.group_of_layer[layer.index]
-            key_cache, value_cache = caches.keys[layer.index], caches.values[layer.index]
-            self._kernels.reshape_and_cache(key, value, key_cache, value_cache, tables.slot_mappings[group])
-            return self._kernels.paged_attention(
-                query,
-                key_cache,
-                value_cache,
-                tables.block_tables[group],
-                batch.query_start_loc,
-                batch.seq_lens,
-                layer.scale,
-                layer.sliding_window,
-            )
-
-        return attend
+        return attend_paged(self._kernels, batch, tables, caches)

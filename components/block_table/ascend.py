@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from workerkit.components.block_table.group import check_blocks, check_covered, compute_slot_mapping, groups_of
+from workerkit.components.block_table.group import InputTables, check_blocks, check_covered, groups_of
 from workerkit.components.buffers.upload import operand, upload
 from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.batch import InputBatch
@@ -31,7 +31,6 @@ class AscendBlockTables(SlotBlockTables):
     """
 
     def __init__(self, shape: WorkerShape, context: DeviceContext, layout: KVLayout) -> None:
-        self._shape = shape
         self._device = context.device
         self._kernel_block_size = layout.kernel_block_size
         self._groups = groups_of(shape, layout)
@@ -40,14 +39,11 @@ class AscendBlockTables(SlotBlockTables):
         self._applied = np.zeros_like(self._counts)  # as of the last write applied
         self._staged: list[list[Write]] = [[] for _ in self._groups]
 
-        def tables() -> list[torch.Tensor]:
-            return [torch.zeros(rows, group.width, dtype=torch.int32, device=context.device) for group in self._groups]
-
-        self._tables = tables()  # by slot
-        self._input_tables = tables()  # by batch row, at an address that never changes
-        self._slot_mappings = torch.empty(
-            len(self._groups), shape.max_num_batched_tokens, dtype=torch.int32, device=context.device
-        )
+        self._tables = [  # by slot
+            torch.zeros(rows, group.width, dtype=torch.int32, device=context.device) for group in self._groups
+        ]
+        self._by_slot = [operand(table) for table in self._tables]
+        self._inputs = InputTables(self._groups, shape, layout, context.device)
 
     def add(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
         check_blocks(self._groups, index, [0] * len(self._groups), block_ids)
@@ -82,35 +78,30 @@ class AscendBlockTables(SlotBlockTables):
 
     def _apply(self, table: torch.Tensor, counts: np.ndarray, writes: tuple[Write, ...]) -> None:
         """One scatter for all writes of a group."""
-        width = table.shape[1]
-        cells, values = [], []
+        spans, values = [], []
         for slot, column, contents in writes:
             end = column + len(contents)
             stale = max(int(counts[slot]) - end, 0)  # the former owner's
-            cells.append(slot * width + np.arange(column, end + stale))
-            values.append(np.concatenate([contents, np.full(stale, NULL_BLOCK_ID, np.int32)]))
+            spans.append((slot * table.shape[1] + column, len(contents) + stale))
+            values += [contents, np.full(stale, NULL_BLOCK_ID, np.int32)] if stale else [contents]
             counts[slot] = end
-        # A cell may be written twice, by `clear` and `add`; a scatter promises no order, so only the last one stays.
-        backwards = np.concatenate(cells)[::-1]
-        targets, latest = np.unique(backwards, return_index=True)
-        index, contents_on_device = upload(self._device, targets, np.concatenate(values)[::-1][latest])
+        starts, lengths = np.array(spans).T
+        targets = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        contents = np.concatenate(values)
+        if len({slot for slot, _, _ in writes}) < len(writes):
+            # A cell may be written twice, by `clear` and `add`; a scatter promises no order: only the last one stays.
+            targets, latest = np.unique(targets[::-1], return_index=True)
+            contents = contents[::-1][latest]
+        index, contents_on_device = upload(self._device, targets, contents)
         table.view(-1)[index] = contents_on_device.int()
 
     def gather(self, batch: InputBatch) -> BatchTables:
-        # A dummy batch reads no slot's table and writes no slots.
-        num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)
-        if not batch.is_dummy:
+        if not batch.is_dummy:  # a dummy batch reads no slot's table and writes no slots
             check_covered(batch.plan, self._applied[:, batch.plan.slots], self._kernel_block_size)
-        token_rows, positions = batch.token_rows[:num_tokens], batch.positions[:num_tokens]
-        block_tables = tuple(rows[: batch.num_reqs_padded] for rows in self._input_tables)
-        slot_mappings = tuple(mapping[: batch.num_tokens_padded] for mapping in self._slot_mappings)
-        for table, rows, slots in zip(self._tables, block_tables, slot_mappings, strict=True):
-            if num_rows:
-                operand(rows)[:num_rows] = operand(table)[operand(batch.idx_mapping)]
-            if num_rows < len(rows):
-                rows[num_rows:] = NULL_BLOCK_ID
-            compute_slot_mapping(rows, token_rows, positions, self._kernel_block_size, self._shape.max_model_len, slots)
-        return BatchTables(block_tables=block_tables, slot_mappings=slot_mappings)
+            slots = operand(batch.idx_mapping)
+            for table, rows in zip(self._by_slot, self._inputs.tables, strict=True):
+                rows[: batch.num_reqs] = table[slots]
+        return self._inputs.finish(batch)
 
     def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:
         """Reads the device; what `stage` has handed out must have been applied."""

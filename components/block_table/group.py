@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -10,8 +11,8 @@ import torch
 
 from workerkit.components.buffers.upload import operand
 from workerkit.framework.errors import CacheError
-from workerkit.framework.interfaces.batch import BatchPlan
-from workerkit.framework.interfaces.kv_cache import NULL_BLOCK_ID, PAD_SLOT_ID, KVLayout
+from workerkit.framework.interfaces.batch import BatchPlan, InputBatch
+from workerkit.framework.interfaces.kv_cache import NULL_BLOCK_ID, PAD_SLOT_ID, BatchTables, KVLayout
 from workerkit.framework.interfaces.runner import WorkerShape
 
 
@@ -32,8 +33,10 @@ class GroupRows:
 
     def expand(self, block_ids: Sequence[int]) -> np.ndarray:
         """Manager block ids -> kernel block ids, int32."""
-        ids = np.asarray(block_ids, np.int32)[:, None] * self.ratio + np.arange(self.ratio, dtype=np.int32)
-        return ids.reshape(-1)
+        ids = np.asarray(block_ids, np.int32)
+        if self.ratio == 1:
+            return ids
+        return (ids[:, None] * self.ratio + np.arange(self.ratio, dtype=np.int32)).reshape(-1)
 
     def check(self, index: int, held: int, block_ids: Sequence[int]) -> None:
         """Raises CacheError when the row, which holds `held` kernel blocks, cannot take the manager blocks."""
@@ -78,7 +81,7 @@ def check_covered(plan: BatchPlan, counts: np.ndarray, kernel_block_size: int) -
     """`counts` [groups, rows]: kernel blocks. Raises CacheError when a token has no block."""
     ends = plan.num_computed_tokens + plan.num_scheduled_tokens
     short = counts * kernel_block_size < ends
-    if short.any():
+    if np.count_nonzero(short):
         group, row = np.argwhere(short)[0]
         raise CacheError(
             f"request {plan.req_ids[row]!r} is scheduled up to token {ends[row]}, "
@@ -86,25 +89,53 @@ def check_covered(plan: BatchPlan, counts: np.ndarray, kernel_block_size: int) -
         )
 
 
-def compute_slot_mapping(
-    table: torch.Tensor,
-    token_rows: torch.Tensor,
-    positions: torch.Tensor,
-    kernel_block_size: int,
-    max_model_len: int,
-    out: torch.Tensor,
-) -> None:
-    """out[t] = table[row, pos // b] * b + pos % b, and -1 from len(positions) on.
+class InputTables:
+    """What a step's gather fills: tables by batch row, and slot mappings, at addresses that never change."""
 
-    table [rows, W] int32; token_rows, positions [N] int64; out [T >= N] int32. A position beyond max_model_len or
-    beyond the row's blocks (where the table reads as the null block) gets -1: it must never be written anywhere else.
+    def __init__(self, groups: Sequence[GroupRows], shape: WorkerShape, layout: KVLayout, device: torch.device) -> None:
+        self._shape = shape
+        self._block_size = layout.kernel_block_size
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self._tables = [zeros(shape.max_num_reqs, group.width) for group in groups]
+        self._slot_mappings = [zeros(shape.max_num_batched_tokens) for _ in groups]
+        self.tables = [operand(table) for table in self._tables]
+        self._mappings = [operand(mapping) for mapping in self._slot_mappings]
+        self._views: tuple[tuple[int, int], BatchTables] | None = None  # of the last padded size
+
+    def finish(self, batch: InputBatch) -> BatchTables:
+        """Pad the tables, whose rows of the batch are in place, and work the slots out. A dummy batch has no rows."""
+        num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)
+        rows, tokens = batch.num_reqs_padded, batch.num_tokens_padded
+        token_rows, positions = operand(batch.token_rows)[:num_tokens], operand(batch.positions)[:num_tokens]
+        for table, mapping in zip(self.tables, self._mappings, strict=True):
+            if num_rows < rows:
+                table[num_rows:rows] = NULL_BLOCK_ID
+            mapping[:num_tokens] = compute_slot_mapping(
+                table, token_rows, positions, self._block_size, self._shape.max_model_len
+            )
+            if num_tokens < tokens:
+                mapping[num_tokens:tokens] = PAD_SLOT_ID
+        if self._views is None or self._views[0] != (rows, tokens):
+            views = BatchTables(
+                block_tables=tuple(table[:rows] for table in self._tables),
+                slot_mappings=tuple(mapping[:tokens] for mapping in self._slot_mappings),
+            )
+            self._views = (rows, tokens), views
+        return self._views[1]
+
+
+def compute_slot_mapping(
+    table: Any, token_rows: Any, positions: Any, kernel_block_size: int, max_model_len: int
+) -> Any:
+    """table[row, pos // b] * b + pos % b of each token [N]; everything is an operand (see `operand`).
+
+    table [rows, W] int32; token_rows, positions [N] int64. A position beyond max_model_len or beyond the row's blocks
+    (where the table reads as the null block) gets -1, the padding slot: it must never be written anywhere else.
     """
-    num_tokens = len(positions)
-    table, token_rows, positions, mapping = map(operand, (table, token_rows, positions, out))
     inside = positions < max_model_len
     blocks = table[token_rows, positions * inside // kernel_block_size] * inside
     slots = blocks * kernel_block_size + positions % kernel_block_size
-    # The product is 0 for a missing slot, which then gets -1, the padding slot.
-    mapping[:num_tokens] = (slots + 1) * (blocks != NULL_BLOCK_ID) + PAD_SLOT_ID
-    if num_tokens < len(mapping):
-        mapping[num_tokens:] = PAD_SLOT_ID
+    return (slots + 1) * (blocks != NULL_BLOCK_ID) + PAD_SLOT_ID  # the product is 0 for a missing slot

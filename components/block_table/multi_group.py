@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from workerkit.components.block_table.group import (
-    GroupRows,
-    check_blocks,
-    check_covered,
-    compute_slot_mapping,
-    groups_of,
-)
+from workerkit.components.block_table.group import GroupRows, InputTables, check_blocks, check_covered, groups_of
 from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.device import DeviceContext
@@ -24,13 +19,10 @@ from workerkit.framework.interfaces.runner import WorkerShape
 class BlockTable:
     """The table of one group."""
 
-    def __init__(self, rows: GroupRows, counts: np.ndarray, shape: WorkerShape, device: torch.device) -> None:
+    def __init__(self, rows: GroupRows, counts: np.ndarray, shape: WorkerShape) -> None:
         self.rows = rows
         self.np = np.full((shape.max_num_reqs, rows.width), NULL_BLOCK_ID, np.int32)
         self.num_blocks_per_row = counts  # kernel blocks
-        self._host = torch.from_numpy(self.np)
-        self.gpu = torch.zeros_like(self._host, device=device)
-        self.slot_mapping = torch.empty(shape.max_num_batched_tokens, dtype=torch.int32, device=device)
 
     def append_row(self, row: int, block_ids: Sequence[int]) -> None:
         """Behind what the row holds."""
@@ -54,26 +46,20 @@ class BlockTable:
         self.np[[first, second]] = self.np[[second, first]]
         self.num_blocks_per_row[[first, second]] = self.num_blocks_per_row[[second, first]]
 
-    def commit(self, num_rows: int, num_rows_padded: int) -> torch.Tensor:
-        """The device's copy of the first rows, with null rows up to the padded number."""
-        self.gpu[:num_rows].copy_(self._host[:num_rows])
-        if num_rows < num_rows_padded:
-            self.gpu[num_rows:num_rows_padded] = NULL_BLOCK_ID
-        return self.gpu[:num_rows_padded]
-
 
 class MultiGroupBlockTable(RowBlockTables):
     """One BlockTable a group, moved together."""
 
     def __init__(self, shape: WorkerShape, context: DeviceContext, layout: KVLayout) -> None:
-        self._shape = shape
         self._kernel_block_size = layout.kernel_block_size
         self._groups = groups_of(shape, layout)
         self._counts = np.zeros((len(self._groups), shape.max_num_reqs), np.int32)
         self.tables = tuple(
-            BlockTable(rows, counts, shape, context.device)
-            for rows, counts in zip(self._groups, self._counts, strict=True)
+            BlockTable(rows, counts, shape) for rows, counts in zip(self._groups, self._counts, strict=True)
         )
+        is_host = context.device.type == "cpu"
+        self._rows: list[Any] = [table.np if is_host else torch.from_numpy(table.np) for table in self.tables]
+        self._inputs = InputTables(self._groups, shape, layout, context.device)
 
     def add(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
         check_blocks(self._groups, index, [0] * len(self._groups), block_ids)
@@ -102,17 +88,13 @@ class MultiGroupBlockTable(RowBlockTables):
             table.swap_row(first, second)
 
     def gather(self, batch: InputBatch) -> BatchTables:
-        # The rows are copied whole, because their order may change in any step.
         # A dummy batch owns no rows and writes no slots; the rows of live requests stay on the host.
-        num_rows, num_tokens = (0, 0) if batch.is_dummy else (batch.num_reqs, batch.num_tokens)
         if not batch.is_dummy:
+            num_rows = batch.num_reqs
             check_covered(batch.plan, self._counts[:, :num_rows], self._kernel_block_size)
-        block_tables = tuple(table.commit(num_rows, batch.num_reqs_padded) for table in self.tables)
-        slot_mappings = tuple(table.slot_mapping[: batch.num_tokens_padded] for table in self.tables)
-        token_rows, positions = batch.token_rows[:num_tokens], batch.positions[:num_tokens]
-        for rows, slots in zip(block_tables, slot_mappings, strict=True):
-            compute_slot_mapping(rows, token_rows, positions, self._kernel_block_size, self._shape.max_model_len, slots)
-        return BatchTables(block_tables=block_tables, slot_mappings=slot_mappings)
+            for rows, inputs in zip(self._rows, self._inputs.tables, strict=True):
+                inputs[:num_rows] = rows[:num_rows]  # whole, because their order may change in any step
+        return self._inputs.finish(batch)
 
     def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(table.np[index, : table.num_blocks_per_row[index]].tolist()) for table in self.tables)

@@ -1,4 +1,4 @@
-"""The simplest block tables: Python lists by slot, from which every step's tables are built anew."""
+"""The simplest block tables: Python lists by slot, from which every step's tables are filled anew."""
 
 from __future__ import annotations
 
@@ -27,13 +27,19 @@ class ReferenceBlockTables(SlotBlockTables):
 
     def __init__(self, shape: WorkerShape, context: DeviceContext, layout: KVLayout) -> None:
         self._shape = shape
-        self._device = context.device
         self._kernel_block_size = layout.kernel_block_size
         self._groups = groups_of(shape, layout)
         slots = range(shape.max_num_reqs)
         self._entries: list[list[list[int]]] = [[[] for _ in slots] for _ in self._groups]  # kernel blocks, on the host
         self._applied: list[list[list[int]]] = [[[] for _ in slots] for _ in self._groups]  # the same on the stream
         self._changed: set[int] = set()
+        self._tables = [
+            torch.zeros(shape.max_num_reqs, group.width, dtype=torch.int32, device=context.device)
+            for group in self._groups
+        ]
+        self._slot_mappings = [
+            torch.zeros(shape.max_num_batched_tokens, dtype=torch.int32, device=context.device) for _ in self._groups
+        ]
 
     def add(self, index: int, block_ids: Sequence[Sequence[int]]) -> None:
         check_blocks(self._groups, index, [0] * len(self._groups), block_ids)
@@ -81,8 +87,8 @@ class ReferenceBlockTables(SlotBlockTables):
             table = [row + [NULL_BLOCK_ID] * (group.width - len(row)) for row in rows]
             slots = [self._slot(rows[row], position) for row, position in self._tokens(batch)]
             slots += [PAD_SLOT_ID] * (batch.num_tokens_padded - len(slots))
-            block_tables.append(torch.tensor(table, dtype=torch.int32, device=self._device))
-            slot_mappings.append(torch.tensor(slots, dtype=torch.int32, device=self._device))
+            block_tables.append(self._tables[group.group][: len(table)].copy_(torch.tensor(table)))
+            slot_mappings.append(self._slot_mappings[group.group][: len(slots)].copy_(torch.tensor(slots)))
         return BatchTables(block_tables=tuple(block_tables), slot_mappings=tuple(slot_mappings))
 
     @staticmethod

@@ -41,6 +41,8 @@ class TokenHistory:
 
         Columns past num_sampled are written too: they lie behind the text, and the next step overwrites them.
         """
+        if not np.count_nonzero(self._kept):
+            return
         kept = np.flatnonzero(self._kept[batch.plan.slots] & ~batch.plan.is_partial)
         if not len(kept):
             return

@@ -16,7 +16,9 @@ class StoragePool(MemoryPool):
         self._freed: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def track(self, tag: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        by_address = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
+        # What oneDNN keeps in a layout of its own has no storage to resize: it goes with its tensor.
+        plain = (t for t in tensors if t.numel() and not t.is_mkldnn)
+        by_address = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in plain}
         self._tracked[tag] = list(by_address.values())
 
     def discard(self, tag: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# `signal` wraps these to turn numbers into enums, in ten times the time, and every step pays for it.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from types import FrameType
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Hold Ctrl-C back until the block ends; a second one gets through at once. In the main thread only."""
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
@@ -23,10 +25,10 @@ def interrupts_deferred() -> Iterator[None]:
         if len(caught) > 1:
             handler(signum, frame)
 
-    signal.signal(signal.SIGINT, catch)
+    _signal.signal(signal.SIGINT, catch)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(signal.SIGINT, handler)
         if len(caught) == 1:
             handler(signal.SIGINT, caught[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import attrs
 
@@ -45,8 +45,7 @@ class LiveCompletion:
         self, progress: Progress, reason: FinishReason | None, logprobs: Logprobs | None, error: str | None
     ) -> RequestDelta:
         """What a step comes to for the user. Tokens behind the one that completes a stop string do not count."""
-        released = self.stop.push([self.detokenizer.push([token]) for token in progress.token_ids])
-        text, stopped, count = released.text, released.stopped, released.num_pieces
+        text, count, stopped = self.stop.push([self.detokenizer.push([token]) for token in progress.token_ids])
         if reason is not None and not stopped:
             rest = self.stop.finish(self.detokenizer.flush())
             text, stopped = text + rest.text, rest.stopped
@@ -79,6 +78,7 @@ class LiveRequests:
     def __init__(self) -> None:
         self._completions: dict[str, LiveCompletion] = {}
         self._requests: dict[str, list[LiveCompletion]] = {}
+        self._with_prompts: dict[str, LiveCompletion] = {}  # those that want log-probabilities of theirs
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests
@@ -96,6 +96,14 @@ class LiveRequests:
         """Those of a request; none for an unknown one."""
         return tuple(self._requests.get(req_id, ()))
 
+    def prompt_pieces(self, names: Container[str]) -> dict[str, PromptPieces]:
+        """Where the log-probabilities of prompts go, of those in `names` that still wait for them."""
+        return {
+            name: completion.prompt_pieces
+            for name, completion in self._with_prompts.items()
+            if completion.prompt_pieces is not None and name in names
+        }
+
     def names(self, req_id: str, n: int) -> list[str]:
         """Names for the n completions of a request: a single one is called like it. Whatever ids users choose, a name
         belongs to one completion."""
@@ -110,11 +118,13 @@ class LiveRequests:
     def add(self, completions: Sequence[LiveCompletion]) -> None:
         """Those of one request."""
         self._completions.update({completion.name: completion for completion in completions})
+        self._with_prompts.update({c.name: c for c in completions if c.prompt_pieces is not None})
         self._requests[completions[0].req_id] = list(completions)
 
     def remove(self, completion: LiveCompletion) -> None:
         """It has ended."""
         del self._completions[completion.name]
+        self._with_prompts.pop(completion.name, None)
         siblings = self._requests[completion.req_id]
         siblings.remove(completion)
         if not siblings:

@@ -197,15 +197,16 @@ class ContinuousScheduler(Scheduler):
             if row is None:
                 continue
             needed = self._blocks.missing(request, request.num_computed + row.num_tokens + row.max_drafts)
-            if sum(needed) > self._blocks.num_free and row.max_drafts:
-                row.max_drafts = 0
-                needed = self._blocks.missing(request, request.num_computed + row.num_tokens)
-            if not self._make_room(request, sum(needed), plan):
-                return
+            new_block_ids: tuple[tuple[int, ...], ...] = ()
+            if any(needed):
+                if sum(needed) > self._blocks.num_free and row.max_drafts:
+                    row.max_drafts = 0
+                    needed = self._blocks.missing(request, request.num_computed + row.num_tokens)
+                if not self._make_room(request, sum(needed), plan):
+                    return
+                new_block_ids = self._blocks.grow(request, needed) if any(needed) else ()
             cached = CachedRequest(
-                req_id=request.req_id,
-                num_computed_tokens=request.num_computed,
-                new_block_ids=self._blocks.grow(request, needed) if any(needed) else (),
+                req_id=request.req_id, num_computed_tokens=request.num_computed, new_block_ids=new_block_ids
             )
             plan.cached.append(cached)
             self._commit(row, plan)
@@ -241,8 +242,9 @@ class ContinuousScheduler(Scheduler):
 
     def _row(self, request: ScheduledRequest, budget: int) -> Row | None:
         """The request's share of a step, or None when it has to sit this one out."""
-        missing = request.num_tokens - request.num_computed
-        if request.num_tokens >= request.max_len:
+        num_tokens = request.num_tokens
+        missing = num_tokens - request.num_computed
+        if num_tokens >= request.max_len:
             return None  # all that it may still produce is on its way, perhaps
         fits_alone = request.prefill_len <= self._shape.max_num_batched_tokens
         if missing > budget and fits_alone and not self._config.chunked_prefill:
@@ -252,7 +254,7 @@ class ContinuousScheduler(Scheduler):
         max_drafts = 0
         if request.num_computed >= request.prefill_len:  # a decode: drafts were proposed after the last step
             held = self._shape.num_speculative_tokens if request.num_in_flight else request.num_drafts
-            max_drafts = min(held, request.max_len - request.num_tokens - 1)
+            max_drafts = min(held, request.max_len - num_tokens - 1)
         return Row(request=request, num_tokens=missing, max_sampled=1, max_drafts=max_drafts)
 
     def _make_room(self, request: ScheduledRequest, needed: int, plan: Plan) -> bool:

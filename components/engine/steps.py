@@ -109,8 +109,7 @@ class Steps:
     def _start(self, output: SchedulerOutput) -> bool:
         """Whether the steps before had to be collected: a grammar's mask depends on their tokens. The forward does not,
         and runs meanwhile."""
-        pieces = {name: self.live[name].prompt_pieces for name in output.num_scheduled_tokens}
-        step = _Step(output, {name: its for name, its in pieces.items() if its is not None})
+        step = _Step(output, self.live.prompt_pieces(output.num_scheduled_tokens))
         self._in_flight.append(step)
         self._worker.execute_model(output)
         must_wait = len(self._in_flight) > 1 and bool(self._grammars.waits_for(output))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import attrs
+from typing import NamedTuple
 
 from workerkit.framework.errors import RequestError
 
 
-@attrs.frozen
-class Released:
+class Released(NamedTuple):
     """What a step's text comes to."""
 
     text: str  # certain now; ends before the stop string, or behind it where that is to be shown
@@ -36,6 +34,8 @@ class StopStrings:
 
     def push(self, pieces: Sequence[str]) -> Released:
         """`pieces` holds the new text of each token. After a stop nothing is held back."""
+        if not self._stops:
+            return Released("".join(pieces), len(pieces), False)
         certain = ""
         for number, piece in enumerate(pieces, 1):
             self._num_tokens += 1

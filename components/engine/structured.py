@@ -68,6 +68,8 @@ class StructuredRequests:
     def output(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
         """The masks of a step, one row for each logits row of its structured requests, in the order of
         `num_scheduled_tokens`. A row behind a placeholder allows everything: nothing is drawn from it."""
+        if not self._matchers:
+            return None
         req_ids = tuple(req_id for req_id in scheduled.num_scheduled_tokens if req_id in self._matchers)
         if not req_ids:
             return None

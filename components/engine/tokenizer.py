@@ -51,6 +51,7 @@ class FileTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._bytes_of, self._strip_first_space = _decoding(self._tokenizer, path)
+        self._token_bytes: dict[int, bytes] = {}  # of those that were asked for
 
     @property
     def vocab_size(self) -> int:
@@ -101,9 +102,12 @@ class FileTokenizer(Tokenizer):
         return IncrementalDetokenizer(shown, prompt_token_ids, self._strip_first_space)
 
     def token_bytes(self, token_id: int) -> bytes:
-        # a model's output layer may be wider than the vocabulary: such ids are no text
-        token = self._tokenizer.id_to_token(token_id)
-        return b"" if token is None else self._bytes_of(token)
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            # a model's output layer may be wider than the vocabulary: such ids are no text
+            token = self._tokenizer.id_to_token(token_id)
+            known = self._token_bytes[token_id] = b"" if token is None else self._bytes_of(token)
+        return known
 
     def _text_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self.token_bytes(token_id)

@@ -37,7 +37,7 @@ class BitmaskGrammar(Grammar):
     def apply(self, logits: torch.Tensor, batch: InputBatch, grammar: GrammarOutput | None) -> torch.Tensor:
         """Raises RequestError when the masks have not one row for each logits row, or too few words."""
         structured = self._structured[batch.plan.slots]
-        if grammar is None and not structured.any():
+        if grammar is None and not np.count_nonzero(structured):
             return logits
         # Which mask row each logits row gets; without one: those that may sample get 0 bits, the others stay.
         mask_rows = np.full(batch.num_logits, -1)

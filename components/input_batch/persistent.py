@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 
-from workerkit.components.input_batch.layout import AscendInputBuffers, dummy_plan, lay_out
+from workerkit.components.input_batch.layout import AscendInputBuffers, dummy_plan, ragged
 from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.batch import BatchPlan, HostRequest, HostRequestStates, InputBatch, RowInputBatch
 from workerkit.framework.interfaces.device import DeviceContext
@@ -52,17 +55,24 @@ class NPUInputBatch(RowInputBatch):
         self._num_blocks.pop()
 
     def sync(self, plan: BatchPlan, states: HostRequestStates) -> None:
-        wanted = {req_id: states.get(req_id) for req_id in plan.req_ids}
+        wanted = [states.get(req_id) for req_id in plan.req_ids]
+        if wanted != self._records:  # a request that left and came back under the same id has a new record
+            self._arrange(wanted)
+        self._write_tokens(plan)
+        self._append_blocks()
+
+    def _arrange(self, wanted: Sequence[HostRequest]) -> None:
+        """Make the rows be these."""
+        kept = {id(record) for record in wanted}
         for record in list(self._records):
-            # A request that left and came back under the same id has a new record.
-            if wanted.get(record.request.req_id) is not record:
+            if id(record) not in kept:
                 self.remove(record.request.req_id)
-        for row, (req_id, drafts) in enumerate(zip(plan.req_ids, plan.num_draft_tokens.tolist(), strict=True)):
+        for row, record in enumerate(wanted):
+            req_id = record.request.req_id
             if req_id not in self._rows:
-                self._add(wanted[req_id])
+                self._add(record)
             if self._rows[req_id] != row:
                 self._swap(self._rows[req_id], row)
-            self._refresh(row, drafts)
 
     def _add(self, record: HostRequest) -> None:
         row = len(self._records)
@@ -83,31 +93,37 @@ class NPUInputBatch(RowInputBatch):
         self._tables.swap_row(first, second)
         self._row_moves += 1
 
-    def _refresh(self, row: int, num_drafts: int) -> None:
-        """Bring tokens, drafts and blocks up to the record's."""
-        record = self._records[row]
-        # A token sampled at the last position is known but can never be an input. A draft that was scheduled but
-        # never proposed has to be some token; V2 takes the same.
-        known, total = int(self.num_tokens[row]), min(len(record.token_ids), self._shape.max_model_len)
-        self.token_ids_cpu[row, known:total] = record.token_ids[known:total]
-        drafts = record.drafts[:num_drafts]
-        self.token_ids_cpu[row, total : total + num_drafts] = drafts + [0] * (num_drafts - len(drafts))
-        self.num_tokens[row] = total
-        new = [ids[have:] for ids, have in zip(record.block_ids, self._num_blocks[row], strict=True)]
-        if any(new):
-            self._tables.append(row, new)
-            self._num_blocks[row] = [len(ids) for ids in record.block_ids]
+    def _write_tokens(self, plan: BatchPlan) -> None:
+        """Bring the rows up to what is known, and put the scheduled drafts behind it."""
+        known = self.num_tokens[: plan.num_reqs].copy()
+        new: list[list[int]] = []
+        for row, (record, have, num_drafts) in enumerate(
+            zip(self._records, known.tolist(), plan.num_draft_tokens.tolist(), strict=True)
+        ):
+            # A token sampled at the last position is known but can never be an input.
+            tokens = record.token_ids[have : self._shape.max_model_len]
+            self.num_tokens[row] = have + len(tokens)
+            if num_drafts:  # one that was scheduled but never proposed has to be some token; V2 takes the same
+                drafts = record.drafts[:num_drafts]
+                tokens += drafts + [0] * (num_drafts - len(drafts))
+            new.append(tokens)
+        _, rows, offsets = ragged(np.fromiter(map(len, new), np.int64, len(new)))
+        self.token_ids_cpu[rows, known[rows] + offsets] = [*itertools.chain(*new)]
+
+    def _append_blocks(self) -> None:
+        for row, (record, have) in enumerate(zip(self._records, self._num_blocks, strict=True)):
+            counts = [len(ids) for ids in record.block_ids]
+            if counts != have:
+                self._tables.append(row, [ids[n:] for ids, n in zip(record.block_ids, have, strict=True)])
+                self._num_blocks[row] = counts
 
     def build(self, plan: BatchPlan, desc: BatchDescriptor) -> InputBatch:
-        if tuple(record.request.req_id for record in self._records) != plan.req_ids:
+        if [record.request.req_id for record in self._records] != list(plan.req_ids):
             raise IntegrityError("the rows are not those of the plan: sync comes before build")
-        layout = lay_out(plan)
-        positions = plan.num_computed_tokens[layout.token_rows] + layout.offsets
-        input_ids = self.token_ids_cpu[layout.token_rows, positions]
-        return self._buffers.fill_from_host(plan, desc, layout, input_ids, self._draft_ids(plan))
+        return self._buffers.fill_from_host(plan, desc, self.token_ids_cpu, self._draft_ids(plan))
 
     def _draft_ids(self, plan: BatchPlan) -> np.ndarray | None:
-        if not plan.num_draft_tokens.any():
+        if not np.count_nonzero(plan.num_draft_tokens):
             return None
         ids: list[int] = []
         for record, count in zip(self._records, plan.num_draft_tokens.tolist(), strict=True):
@@ -117,7 +133,7 @@ class NPUInputBatch(RowInputBatch):
 
     def dummy(self, num_tokens: int, num_reqs: int, desc: BatchDescriptor) -> InputBatch:
         plan = dummy_plan(num_tokens, num_reqs, self._shape)
-        return self._buffers.fill_from_host(plan, desc, lay_out(plan), np.zeros(num_tokens, np.int64), is_dummy=True)
+        return self._buffers.fill_from_host(plan, desc, np.broadcast_to(0, (num_reqs, num_tokens)), is_dummy=True)
 
     def check_integrity(self, states: HostRequestStates) -> None:
         """A row may lag behind its record, which grows after the step; it must never contradict it."""

@@ -11,6 +11,7 @@ import math
 import torch
 
 from workerkit.framework.errors import ModelError, did_you_mean
+from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.model import RopeConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -24,11 +25,12 @@ class RotaryEmbedding(torch.nn.Module):
     keep the rotation that they were written with.
     """
 
-    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rope: RopeConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         if rope.rope_type not in ROPE_TYPES:
             raise ModelError(f"rope_type {rope.rope_type!r} is not known; {did_you_mean(rope.rope_type, ROPE_TYPES)}")
         self.rope = rope
+        self.kernels = kernels
         self.dtype = dtype
         self.attention_scaling = attention_scaling(rope)
         self.inv_freq: torch.Tensor
@@ -41,14 +43,10 @@ class RotaryEmbedding(torch.nn.Module):
 
     def forward(self, positions: torch.Tensor, rope_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions, rope_lens [T] int64 -> cos, sin [T, rotary_dim / 2] in the model's dtype, scaling included."""
-        if self.rope.rope_type == "dynamic":
-            angles = positions[:, None].float() * dynamic_inverse_frequencies(self.rope, rope_lens)
-        else:
-            angles = positions[:, None].float() * self.inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        if self.attention_scaling != 1.0:
-            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
-        return cos.to(self.dtype), sin.to(self.dtype)
+        if self.rope.rope_type != "dynamic":
+            return self.kernels.rotary_cos_sin(positions, self.inv_freq, self.attention_scaling, self.dtype)
+        angles = positions[:, None].float() * dynamic_inverse_frequencies(self.rope, rope_lens)
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
 
 def attention_scaling(rope: RopeConfig) -> float:

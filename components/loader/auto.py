@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import cached_property
 
 import attrs
-import torch
 
+from workerkit.components.layers.weights import Weight
 from workerkit.components.loader.gguf import GGUFLoader
 from workerkit.components.loader.safetensors import SafetensorsLoader
 from workerkit.framework.interfaces.model import ModelConfig, ModelLoader
@@ -25,7 +25,7 @@ class AutoLoader(ModelLoader):
     def read_config(self) -> ModelConfig:
         return self._delegate.read_config()
 
-    def weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, config: ModelConfig) -> Iterator[tuple[str, Weight]]:
         return self._delegate.weights(config)
 
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""GGUF files of the families that the native decoder knows, dequantised to Hugging Face's names and layout."""
+"""GGUF files of the families that the native decoder knows, with Hugging Face's names and order of rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import attrs
 import numpy as np
 import torch
 
+from workerkit.components.layers.weights import Weight
 from workerkit.components.loader.hf_config import FAMILIES, model_config
 from workerkit.framework.errors import ModelError, WeightError, did_you_mean
-from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, RopeConfig
+from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, QuantizedTensor, RopeConfig
 from workerkit.framework.interfaces.sections import ModelSection
 from workerkit.framework.interfaces.store import GGUFHeader, GGUFTensor, ModelStore
 
@@ -32,11 +33,13 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FREQS = "rope_freqs.weight"  # llama3's frequency factors: part of the config, not of the weights
+_PACKED = ("Q4_0", "Q4_1", "Q8_0")  # what QuantizedTensor can hold
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 class GGUFLoader(ModelLoader):
-    """Metadata to config; tensors renamed, dequantised to float32 (F16, BF16 stay), in Hugging Face's order."""
+    """Metadata to config. Tensors are renamed; matrices of Q4_0, Q4_1 and Q8_0 stay packed, F16 and BF16 stay as they
+    are, all other kinds are dequantised to float32."""
 
     def __init__(self, section: ModelSection, files: ModelStore) -> None:
         self._section = section
@@ -45,7 +48,7 @@ class GGUFLoader(ModelLoader):
     def read_config(self) -> ModelConfig:
         return _read_config(self._header())
 
-    def weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, config: ModelConfig) -> Iterator[tuple[str, Weight]]:
         header = self._header()
         names = _hf_names(header)
         _check_types(header, names)
@@ -218,16 +221,19 @@ def _check_types(header: GGUFHeader, names: Mapping[str, str]) -> None:
             ) from error
 
 
-def _read(header: GGUFHeader, names: Mapping[str, str], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    # the converter of `llama` interleaves the two halves that a head's rotation pairs; Qwen's are left alone
+def _read(header: GGUFHeader, names: Mapping[str, str], config: ModelConfig) -> Iterator[tuple[str, Weight]]:
+    # The converter of `llama` interleaves the two halves that a head's rotation pairs; Qwen's are left alone.
     permuted = header.metadata["general.architecture"] == "llama"
-    for name, hf_name in names.items():
-        tensor = _dequantised(header, header.tensors[name])
-        if permuted and ".self_attn.q_proj." in hf_name:
-            tensor = _halves_apart(tensor, config.num_attention_heads)
-        elif permuted and ".self_attn.k_proj." in hf_name:
-            tensor = _halves_apart(tensor, config.num_key_value_heads)
-        yield hf_name, tensor
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if permuted else {}
+    # The largest come first, while there is little else in memory.
+    for name, hf_name in sorted(names.items(), key=lambda pair: pair[1].startswith("model.layers.")):
+        place = header.tensors[name]
+        num_heads = heads.get(hf_name.split(".")[-2])
+        if place.type_name in _PACKED and len(place.shape) == 2:
+            yield hf_name, _packed(header, place, num_heads)
+        else:
+            tensor = _dequantised(header, place)
+            yield hf_name, tensor if num_heads is None else _halves_apart(tensor, num_heads)
 
 
 def _halves_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -238,16 +244,40 @@ def _halves_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
+def _packed(header: GGUFHeader, tensor: GGUFTensor, num_heads: int | None) -> QuantizedTensor:
+    """Blocks of 32 weights: a scale d, for Q4_1 a minimum m, both float16, then the codes. Q4_0 means (code - 8) d."""
+    rows, columns = tensor.shape
+    blocks = torch.from_numpy(_bytes(header, tensor)).view(rows, columns // 32, -1)
+    if num_heads is not None:
+        blocks = _halves_apart(blocks, num_heads)
+    scales = _halves(blocks[..., :2])
+    if tensor.type_name == "Q8_0":
+        return QuantizedTensor(codes=blocks[..., 2:].contiguous().view(torch.int8).view(rows, -1), scales=scales)
+    minima = _halves(blocks[..., 2:4]) if tensor.type_name == "Q4_1" else -8 * scales
+    return QuantizedTensor(codes=blocks[..., -16:].reshape(rows, -1), scales=scales, minima=minima)
+
+
+def _halves(pairs: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., 2] of a float16 -> [...] float32."""
+    return pairs.contiguous().view(torch.float16).squeeze(-1).float()
+
+
 def _dequantised(header: GGUFHeader, tensor: GGUFTensor) -> torch.Tensor:
     from gguf import GGMLQuantizationType, dequantize
 
+    data = _bytes(header, tensor)
+    if tensor.type_name in _FLOATS:
+        return torch.from_numpy(data).view(_FLOATS[tensor.type_name]).reshape(tensor.shape)
+    rows = data.reshape(*tensor.shape[:-1], -1)
+    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[tensor.type_name]).reshape(tensor.shape))
+
+
+def _bytes(header: GGUFHeader, tensor: GGUFTensor) -> np.ndarray:
+    """Read, not mapped: a mapped file would count as memory of the process until it is closed."""
     try:
         data = np.fromfile(header.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
     except OSError as error:
         raise WeightError(f"{header.path}: tensor {tensor.name} cannot be read: {error}") from error
     if len(data) != tensor.num_bytes:
         raise WeightError(f"{header.path}: tensor {tensor.name} has {len(data)} of {tensor.num_bytes} bytes: truncated")
-    if tensor.type_name in _FLOATS:
-        return torch.from_numpy(data).view(_FLOATS[tensor.type_name]).reshape(tensor.shape)
-    rows = data.reshape(*tensor.shape[:-1], -1)
-    return torch.from_numpy(dequantize(rows, GGMLQuantizationType[tensor.type_name]).reshape(tensor.shape))
+    return data

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from workerkit.components.layers.linear import MergedLinear
 from workerkit.components.layers.rope import RotaryEmbedding
+from workerkit.components.layers.weights import Destination, Weight
 from workerkit.framework.errors import WeightError
-from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, Network
+from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, Network, QuantizedTensor
+from workerkit.framework.interfaces.sections import QuantizationSection
+
+logger = logging.getLogger(__name__)
 
 COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store it; it follows from the config
 
@@ -19,13 +24,19 @@ class CheckpointNetwork(torch.nn.Module, Network):
     """Knows which tensors a checkpoint must and may have, and refuses all others. No weight requires a gradient."""
 
     config: ModelConfig
+    quantization = QuantizationSection()
 
     @abc.abstractmethod
-    def required_tensors(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name -> the tensor to fill, a view of a merged one where that is so."""
+    def required_tensors(self) -> dict[str, Destination]:
+        """Checkpoint name -> where the tensor goes."""
 
-    def zeroed_tensors(self) -> dict[str, torch.Tensor]:
+    def zeroed_tensors(self) -> dict[str, Destination]:
         """Likewise; those that the checkpoint does not have are 0."""
+        return {}
+
+    def optional_tensors(self) -> dict[str, Destination]:
+        """Likewise; those that the checkpoint does not have are left out, and `take` finds out. Asked for at the
+        beginning of each load."""
         return {}
 
     def optional_shapes(self) -> dict[str, Sequence[tuple[int, ...]]]:
@@ -40,15 +51,24 @@ class CheckpointNetwork(torch.nn.Module, Network):
         """The name that the methods above use for it; None: of no use here."""
         return None if name.endswith(COMPUTED) else name
 
+    def quantize(self, section: QuantizationSection) -> None:
+        self.quantization = section
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.named_parameters()
         yield from self.named_buffers()
+        for name, linear in self._linears():
+            if linear.matrix is not None:
+                yield from ((f"{name}.{index}", tensor) for index, tensor in enumerate(linear.matrix.tensors))
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> None:
+        self.release()
         required, zeroed, shapes = self.required_tensors(), self.zeroed_tensors(), self.optional_shapes()
-        targets = required | zeroed
-        shapes |= {name: (tuple(target.shape),) for name, target in targets.items()}
+        targets = required | zeroed | self.optional_tensors()
+        for _, linear in self._linears():
+            linear.quantization = self.quantization.of(linear.kind)
+        shapes |= {name: (target.shape,) for name, target in targets.items()}
         found: dict[str, torch.Tensor] = {}
         seen: set[str] = set()
         problems: list[str] = []
@@ -64,47 +84,38 @@ class CheckpointNetwork(torch.nn.Module, Network):
                 allowed = " or ".join(str(list(shape)) for shape in shapes[name])
                 problems.append(f"{stored_name} has shape {list(tensor.shape)}, not {allowed}")
             elif name in targets:
-                targets[name].copy_(tensor)
+                targets[name].fill(tensor)
             else:
-                found[name] = tensor
+                found[name] = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
             seen.add(name)
         problems += [f"missing tensor {name} {list(t.shape)}" for name, t in required.items() if name not in seen]
         for name in zeroed.keys() - seen:
-            zeroed[name].zero_()
+            zeroed[name].fill(torch.zeros(zeroed[name].shape))
         if not problems:
             problems += self.take(found)
         if problems:
             raise WeightError(
                 "\n  - ".join([f"the checkpoint does not fit {self.config.architecture}:", *sorted(problems)])
             )
-        self.bind()
-
-    def bind(self) -> None:
-        """Derive what follows from the weights and the config."""
         for module in self.modules():
             if isinstance(module, RotaryEmbedding):
-                module.reset()
-        for linear in self._linears():
-            linear.bind()
+                module.reset()  # its frequencies follow from the config
+        if unpacked := [name for name, linear in self._linears() if linear.is_unpacked]:
+            logger.warning("not kept packed, for their parts are packed in different ways: %s", ", ".join(unpacked))
 
     def release(self) -> None:
-        for linear in self._linears():
+        for _, linear in self._linears():
             linear.release()
 
-    def _linears(self) -> Iterator[MergedLinear]:
-        return (module for module in self.modules() if isinstance(module, MergedLinear))
+    def _linears(self) -> Iterator[tuple[str, MergedLinear]]:
+        return ((name, module) for name, module in self.named_modules() if isinstance(module, MergedLinear))
 
 
 def weights_with_progress(
     loader: ModelLoader, config: ModelConfig, label: str, progress: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Weight]]:
     """What the loader yields, with a bar on stderr if that is a terminal."""
     from tqdm import tqdm
 
     hidden = None if progress else True  # None: hidden where stderr is no terminal
     yield from tqdm(loader.weights(config), label, loader.count(), leave=False, unit="tensor", disable=hidden)
-
-
-def matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    """An unfilled [rows, columns]."""
-    return torch.nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)

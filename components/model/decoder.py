@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from workerkit.components.layers.embedding import Embedding
 from workerkit.components.layers.linear import Linear, MergedLinear
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
-from workerkit.components.model.checkpoint import CheckpointNetwork, matrix
+from workerkit.components.layers.weights import Destination, destination
+from workerkit.components.model.checkpoint import CheckpointNetwork
 from workerkit.framework.errors import ModelError
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.kv_cache import AttentionLayer
@@ -18,8 +20,8 @@ from workerkit.framework.interfaces.model import Attend, ModelConfig, ModelInput
 
 logger = logging.getLogger(__name__)
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
 DRAFT = "mtp."  # a draft network that some checkpoints bring along
 
 
@@ -46,22 +48,23 @@ class DecoderLayer(torch.nn.Module):
         self.kernels = kernels
         hidden, head_dim = config.hidden_size, config.head_dim
         query_size, key_size = layer.num_heads * head_dim, layer.num_kv_heads * head_dim
-        self.split = (query_size, key_size, key_size)
+        self.split = [query_size, key_size, key_size]
         qkv = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
-        gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        inner = config.intermediate_size
+        gate_up = {"gate_proj": inner, "up_proj": inner}
         self.input_layernorm: RMSNorm | None = None
         if has_input_norm:
             self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
-        self.qkv_proj = MergedLinear(input_size or hidden, qkv, config.qkv_bias, kernels, dtype, device)
+        self.qkv_proj = MergedLinear(input_size or hidden, qkv, config.qkv_bias, kernels, dtype, device, "attention")
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, kernels, dtype, device)
             self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, kernels, dtype, device)
-        self.o_proj = Linear("o_proj", query_size, hidden, config.o_bias, kernels, dtype, device)
+        self.o_proj = Linear("o_proj", query_size, hidden, config.o_bias, kernels, dtype, device, "attention")
         self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
-        self.gate_up_proj = MergedLinear(hidden, gate_up, config.mlp_bias, kernels, dtype, device)
-        self.down_proj = Linear("down_proj", config.intermediate_size, hidden, config.mlp_bias, kernels, dtype, device)
+        self.gate_up_proj = MergedLinear(hidden, gate_up, config.mlp_bias, kernels, dtype, device, "mlp")
+        self.down_proj = Linear("down_proj", inner, hidden, config.mlp_bias, kernels, dtype, device, "mlp")
 
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
@@ -76,9 +79,7 @@ class DecoderLayer(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(What attention reads [T, input_size], the stream [T, H]) -> as `forward`; works in place on the stream."""
         num_tokens = x.shape[0]
-        query, key, value = (
-            part.view(num_tokens, -1, self.layer.head_dim) for part in self.qkv_proj(x).split(self.split, dim=-1)
-        )
+        query, key, value = (part.view(num_tokens, -1, self.layer.head_dim) for part in self.project(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self.kernels.rotary_embedding(query, key, cos, sin)
@@ -86,20 +87,28 @@ class DecoderLayer(torch.nn.Module):
         x, residual = self.post_attention_layernorm.add(self.o_proj(attended.reshape(num_tokens, -1)), residual)
         return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x))), residual
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name below `model.layers.N.` -> tensor to fill."""
-        tensors: dict[str, torch.Tensor] = {"post_attention_layernorm.weight": self.post_attention_layernorm.weight}
+    def projections(self) -> Sequence[MergedLinear]:
+        """What makes queries, keys and values."""
+        return (self.qkv_proj,)
+
+    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[T, input_size] -> queries, keys and values, [T, heads * head_dim] each."""
+        return torch.split(self.qkv_proj(x), self.split, dim=-1)
+
+    def destinations(self) -> dict[str, Destination]:
+        """Checkpoint name below `model.layers.N.` -> where the tensor goes."""
+        tensors = {"post_attention_layernorm.weight": destination(self.post_attention_layernorm.weight)}
         if self.input_layernorm is not None:
-            tensors["input_layernorm.weight"] = self.input_layernorm.weight
+            tensors["input_layernorm.weight"] = destination(self.input_layernorm.weight)
         for room, linears in (
-            ("self_attn", (self.qkv_proj, self.o_proj)),
+            ("self_attn", (*self.projections(), self.o_proj)),
             ("mlp", (self.gate_up_proj, self.down_proj)),
         ):
             for linear in linears:
-                tensors |= {f"{room}.{name}": tensor for name, tensor in linear.checkpoint_tensors().items()}
+                tensors |= {f"{room}.{name}": place for name, place in linear.destinations().items()}
         if self.q_norm is not None and self.k_norm is not None:
-            tensors["self_attn.q_norm.weight"] = self.q_norm.weight
-            tensors["self_attn.k_norm.weight"] = self.k_norm.weight
+            tensors["self_attn.q_norm.weight"] = destination(self.q_norm.weight)
+            tensors["self_attn.k_norm.weight"] = destination(self.k_norm.weight)
         return tensors
 
 
@@ -131,18 +140,14 @@ class Decoder(CheckpointNetwork):
         self.config = config
         self.kernels = kernels
         self._attention_layers = make_attention_layers(config, "model.")
-        self.embed_tokens = matrix(config.vocab_size, config.hidden_size, dtype, device)
+        kind = "head" if config.tie_word_embeddings else "embedding"
+        self.embed_tokens = Embedding(EMBEDDING, config.vocab_size, config.hidden_size, kernels, dtype, device, kind)
         self.layers = torch.nn.ModuleList(
             DecoderLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels, dtype, device)
-        self.rotary = RotaryEmbedding(config.rope, dtype, device)
-        self.lm_head = (
-            self.embed_tokens
-            if config.tie_word_embeddings
-            else matrix(config.vocab_size, config.hidden_size, dtype, device)
-        )
-        self.head_product: Callable[[torch.Tensor], torch.Tensor]  # bound, like those of the layers, by load_weights
+        self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
+        self.lm_head: Linear = self.embed_tokens  # until a checkpoint has another one
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -153,68 +158,66 @@ class Decoder(CheckpointNetwork):
         return ("embed", *(f"layers.{index}" for index in range(self.config.num_hidden_layers)))
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.embedding(input_ids, self.embed_tokens)
+        return self.embed_tokens.rows(input_ids)
 
     def forward(self, inputs: ModelInputs) -> ModelOutput:
         # Norms may work in place on the stream: what came from the caller, or goes out as a tap, is a copy.
         residual = self.embed(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds.clone()
         taps: dict[str, torch.Tensor] = {}
         if "embed" in inputs.taps:
-            taps["embed"] = residual.clone()
+            taps["embed"] = self.embed(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
         cos, sin = self.rotary(inputs.positions, inputs.rope_lens)
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, cos, sin, inputs.attend)
             if f"layers.{index}" in inputs.taps:
-                taps[f"layers.{index}"] = x + residual
+                taps[f"layers.{index}"] = self.kernels.add(x, residual)
         hidden, _ = self.norm.add(x, residual)
         return ModelOutput(hidden=hidden, taps=taps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head_product(hidden).float()
+        return self.lm_head.logits(hidden)
 
-    def required_tensors(self) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {EMBEDDING: self.embed_tokens, "model.norm.weight": self.norm.weight}
+    def required_tensors(self) -> dict[str, Destination]:
+        tensors = {**self.embed_tokens.destinations(), "model.norm.weight": destination(self.norm.weight)}
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            tensors |= {f"model.layers.{index}.{name}": view for name, view in layer.checkpoint_tensors().items()}
+            tensors |= {f"model.layers.{index}.{name}": place for name, place in layer.destinations().items()}
         return tensors
 
-    def optional_shapes(self) -> dict[str, Sequence[tuple[int, ...]]]:
-        return {HEAD: [tuple(self.embed_tokens.shape)]}
+    def optional_tensors(self) -> dict[str, Destination]:
+        config, kernels = self.config, self.kernels
+        dtype, device = self.embed_tokens.dtype, self.embed_tokens.device
+        if config.tie_word_embeddings:  # compared with the embedding, row by row
+            self.lm_head = Embedding(HEAD, config.vocab_size, config.hidden_size, kernels, dtype, device, "head")
+        else:
+            self.lm_head = Linear(HEAD, config.hidden_size, config.vocab_size, False, kernels, dtype, device, "head")
+        return self.lm_head.destinations()
 
     def canonical_name(self, name: str) -> str | None:
         return None if name.startswith(DRAFT) else super().canonical_name(name)
 
     def take(self, found: Mapping[str, torch.Tensor]) -> list[str]:
-        self._fill_head(found.get(HEAD))
+        """What the file holds decides on the head; a tie flag that says otherwise is only worth a warning."""
+        tied, embedding = self.config.tie_word_embeddings, self.embed_tokens
+        if self.lm_head.matrix is None:
+            if not tied:
+                logger.warning(
+                    "no %s.weight in the checkpoint: tied to %s.weight, though its config says untied", HEAD, EMBEDDING
+                )
+            self.lm_head = embedding
+        elif isinstance(self.lm_head, Embedding):
+            if _equal_rows(self.lm_head, embedding):
+                self.lm_head = embedding
+            else:
+                logger.warning("%s.weight differs from %s.weight: used, though the config says tied", HEAD, EMBEDDING)
         return []
 
-    def bind(self) -> None:
-        super().bind()
-        self.head_product = self.kernels.linear(self.lm_head, None)
 
-    def release(self) -> None:
-        super().release()
-        del self.head_product
-
-    def _fill_head(self, head: torch.Tensor | None) -> None:
-        """What the file holds decides; a tie flag that says otherwise is only worth a warning."""
-        tied = self.config.tie_word_embeddings
-        if head is None:
-            if not tied:
-                logger.warning("no %s in the checkpoint: tied to %s, though its config says untied", HEAD, EMBEDDING)
-            self.lm_head = self.embed_tokens
-            return
-        head = head.to(self.embed_tokens)
-        if tied and torch.equal(head, self.embed_tokens):
-            self.lm_head = self.embed_tokens
-            return
-        if tied:
-            logger.warning("%s differs from %s: used, though the config says tied", HEAD, EMBEDDING)
-        if self.lm_head is self.embed_tokens:
-            self.lm_head = torch.nn.Parameter(torch.empty_like(head), requires_grad=False)
-        self.lm_head.copy_(head)
+def _equal_rows(one: Embedding, other: Embedding) -> bool:
+    """In parts, so that little memory is needed."""
+    ids = torch.arange(sum(one.outputs.values()), device=one.device)
+    return all(torch.equal(one.rows(part), other.rows(part)) for part in torch.split(ids, 4096))
 
 
 def check_numbers(config: ModelConfig) -> None:

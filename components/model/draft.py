@@ -17,6 +17,7 @@ from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.draft import DraftHead, HeadsDraft
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.model import LoadedModel, ModelConfig, ModelLibrary, ModelLoader, Network
+from workerkit.framework.interfaces.sections import ModelSection
 from workerkit.framework.interfaces.speculation import DraftModel, DraftWeights
 
 _VOCAB_SIZES = ("draft_vocab_size", "truncated_vocab_size")  # EAGLE's name for it, and Medusa's
@@ -66,6 +67,7 @@ class CheckpointDraft(DraftModel):
     def __init__(
         self,
         config: CheckpointDraftConfig,
+        section: ModelSection,
         context: DeviceContext,
         loader: ModelLoader,
         library: ModelLibrary,
@@ -76,6 +78,7 @@ class CheckpointDraft(DraftModel):
         self._config = config
         self._context = context
         self._loader = loader if config.source is None else loader.at(config.source)
+        self._quantization = section.quantization.kept
         self._library = library
         self._loaded = loaded
         self._attention = attention
@@ -89,9 +92,10 @@ class CheckpointDraft(DraftModel):
             network = self._library.build(
                 for_target(config, self._loaded.config), self._context.dtype, self._context.device
             )
+            network.quantize(self._quantization)
             draft = behind_target(network, self._loaded)
-            self._attention.prepare(draft.attention_layers, self._context.dtype)
             self._kernels.prepare(self._context)
+            self._attention.prepare(draft.attention_layers, self._context.dtype)
         self.reload_weights(draft)
         with self._naming_the_source():
             check_shared(network, self._loaded)
@@ -150,8 +154,8 @@ class RandomDraft(DraftModel):
         if sizes and not isinstance(network, DraftHead):
             raise ModelError(f"components.draft.draft_vocab_size: {c.architecture} has no vocabulary of its own")
         draft = behind_target(network, self._loaded)
-        self._attention.prepare(draft.attention_layers, self._context.dtype)
         self._kernels.prepare(self._context)
+        self._attention.prepare(draft.attention_layers, self._context.dtype)
         self.reload_weights(draft)
         check_shared(network, self._loaded)
         return draft
@@ -233,12 +237,12 @@ def check_shared(network: Network, loaded: LoadedModel) -> None:
 def _random_tensors(network: CheckpointNetwork, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     for name, target in network.required_tensors().items():
-        if not target.is_floating_point():  # ids of a draft vocabulary, or their distances from the draft's own
-            ids = torch.randperm(network.config.vocab_size, generator=generator)[: len(target)].sort().values
+        if not target.is_floating_point:  # ids of a draft vocabulary, or their distances from the draft's own
+            ids = torch.randperm(network.config.vocab_size, generator=generator)[: target.shape[0]].sort().values
             yield name, ids - torch.arange(len(ids)) if name.endswith("d2t") else ids
             continue
         tensor = torch.randn(target.shape, generator=generator)
-        if target.dim() == 1:
+        if len(target.shape) == 1:
             yield name, 0.2 * tensor + (0.0 if name.endswith("bias") else 1.0)
         else:
             gain = 4.0 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else 1.0  # the spread of the logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from workerkit.components.buffers.upload import operand, upload
+from workerkit.components.buffers.upload import int32, operand, upload
 from workerkit.components.request_state.slots import SlotMap, check_request, plan_rows
 from workerkit.framework.errors import IntegrityError, RequestError
 from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, SlotRequestStates, SlotTensors
@@ -25,16 +25,14 @@ class AscendRequestState(SlotRequestStates):
         self._shape = shape
         self._slots = SlotMap(shape.max_num_reqs)
         rows, drafts = shape.max_num_reqs, shape.num_speculative_tokens
-        self._num_computed_np = np.zeros(rows, np.int32)  # upper bounds
-        self._prefill_len_np = np.zeros(rows, np.int32)
-        self._prompt_len_np = np.zeros(rows, np.int32)
+        self._mirror = np.zeros((3, rows), np.int32)
+        self._num_computed_np, self._prefill_len_np, self._prompt_len_np = self._mirror  # the first: upper bounds
 
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=context.device)
 
         # A step that ends at the last position may still sample drafts + 1 tokens; nobody reads those columns.
         self._tokens = empty(rows, shape.max_model_len + drafts + 1)
-        self._columns = torch.arange(drafts + 1, device=context.device)
         self._device = SlotTensors(
             all_token_ids=self._tokens[:, : shape.max_model_len],
             prefill_len=empty(rows),
@@ -44,6 +42,11 @@ class AscendRequestState(SlotRequestStates):
             last_sampled=empty(rows, dtype=torch.int64),
             draft_tokens=empty(rows, drafts, dtype=torch.int64).fill_(-1),
         )
+        self._columns = operand(torch.arange(drafts + 1, device=context.device))
+        self._all_tokens = operand(self._tokens)
+        self._total_len = operand(self._device.total_len)
+        self._last_sampled = operand(self._device.last_sampled)
+        self._num_computed_tokens = operand(self._device.num_computed_tokens)
 
     @property
     def device(self) -> SlotTensors:
@@ -59,8 +62,7 @@ class AscendRequestState(SlotRequestStates):
 
     def remove(self, req_id: str) -> int:
         slot = self._slots.release(req_id)
-        for mirror in (self._num_computed_np, self._prefill_len_np, self._prompt_len_np):
-            mirror[slot] = 0
+        self._mirror[:, slot] = 0
         return slot
 
     def slot(self, req_id: str) -> int:
@@ -78,15 +80,8 @@ class AscendRequestState(SlotRequestStates):
         self._num_computed_np[slot] = request.num_computed_tokens
 
     def plan(self, output: SchedulerOutput) -> BatchPlan:
-        slots = np.array([self._slots[req_id] for req_id in output.num_scheduled_tokens], np.int64)
-        return plan_rows(
-            output,
-            self._shape,
-            slots,
-            self._num_computed_np[slots],
-            self._prefill_len_np[slots],
-            self._prompt_len_np[slots],
-        )
+        slots = np.array(self._slots.of(output.num_scheduled_tokens), np.int64)
+        return plan_rows(output, self._shape, slots, *self._mirror[:, slots])
 
     def write(self, slot: int, request: NewRequest) -> None:
         state, known = self._device, request.prefill_len
@@ -102,20 +97,17 @@ class AscendRequestState(SlotRequestStates):
 
     def commit(self, batch: InputBatch, output: SamplerOutput) -> None:
         self._refuse_dummy(batch)
-        state, slots = self._device, operand(batch.idx_mapping)
+        slots, token_ids, num_sampled = map(operand, (batch.idx_mapping, output.token_ids, output.num_sampled))
+        columns = self._columns[: token_ids.shape[1]]
+        ends = self._total_len[slots]
         # A token of -1 ends its request; until the host knows, the next step needs some token in its place.
-        token_ids, num_sampled = operand(output.token_ids.clamp(min=0).int()), operand(output.num_sampled)
-        all_tokens, total_len = operand(self._tokens), operand(state.total_len)
-        columns = operand(self._columns)[: token_ids.shape[1]]
-        ends = total_len[slots]
-        drawn = columns < num_sampled[:, None]
-        all_tokens[slots[:, None], ends[:, None] + columns] = token_ids * drawn  # 0 where nothing was sampled
+        kept = (columns < num_sampled[:, None]) & (token_ids > 0)
+        self._all_tokens[slots[:, None], ends[:, None] + columns] = int32(token_ids * kept)
         ends += num_sampled
-        total_len[slots] = ends
-        newest = all_tokens[slots, ends - 1] + columns[:1]  # an int64 zero, which widens
-        operand(state.last_sampled)[slots] = newest
+        self._total_len[slots] = ends
+        self._last_sampled[slots] = self._all_tokens[slots, ends - 1] + columns[:1]  # an int64 zero, which widens
         computed = operand(batch.seq_lens)[: batch.num_reqs] - operand(output.num_rejected)
-        operand(state.num_computed_tokens)[slots] = computed
+        self._num_computed_tokens[slots] = computed
 
     def next_tokens(self, batch: InputBatch) -> torch.Tensor:
         slots = batch.idx_mapping
@@ -138,5 +130,5 @@ class AscendRequestState(SlotRequestStates):
     def check_integrity(self) -> None:
         self._slots.check_integrity()
         free = list(self._slots.free)
-        if self._num_computed_np[free].any() or self._prefill_len_np[free].any() or self._prompt_len_np[free].any():
+        if self._mirror[:, free].any():
             raise IntegrityError("a free slot still remembers a request")

@@ -62,8 +62,9 @@ class HostStates(HostRequestStates):
                 f"it has {len(record.block_ids)}"
             )
         record.num_computed_tokens = request.num_computed_tokens
-        for known, new in zip(record.block_ids, request.new_block_ids, strict=False):
-            known.extend(new)
+        if request.new_block_ids:
+            for known, new in zip(record.block_ids, request.new_block_ids, strict=True):
+                known.extend(new)
 
     def plan(self, output: SchedulerOutput) -> BatchPlan:
         records = [self.get(req_id) for req_id in output.num_scheduled_tokens]
@@ -71,10 +72,9 @@ class HostStates(HostRequestStates):
             [(r.slot, r.num_computed_tokens, r.request.prefill_len, r.request.prompt_len) for r in records], np.int32
         )
         plan = plan_rows(output, self._shape, facts[:, 0].astype(np.int64), *facts.T[1:])
-        for record in records:
-            req_id, known = record.request.req_id, len(record.token_ids)
-            end = record.num_computed_tokens + output.num_scheduled_tokens[req_id]
-            end -= output.scheduled_drafts.get(req_id, 0)
+        for record, (req_id, count) in zip(records, output.num_scheduled_tokens.items(), strict=True):
+            known = len(record.token_ids)
+            end = record.num_computed_tokens + count - output.scheduled_drafts.get(req_id, 0)
             if end > known:
                 raise RequestError(f"request {req_id!r} is scheduled up to token {end}, but {known} tokens are known")
         return plan
@@ -82,7 +82,7 @@ class HostStates(HostRequestStates):
     def commit(self, plan: BatchPlan, sampled: Sequence[Sequence[int]]) -> None:
         for req_id, tokens in zip(plan.req_ids, sampled, strict=True):
             record = self.get(req_id)
-            record.token_ids.extend(max(token, 0) for token in tokens)  # -1 ends the request, which may run once more
+            record.token_ids += [max(token, 0) for token in tokens]  # -1 ends the request, which may run once more
             record.drafts.clear()
 
     def next_tokens(self, plan: BatchPlan) -> np.ndarray:

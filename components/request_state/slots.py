@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from workerkit.framework.errors import IntegrityError, RequestError
@@ -39,6 +41,13 @@ class SlotMap:
             return self._slots[req_id]
         except KeyError:
             raise RequestError(f"request {req_id!r} is not known") from None
+
+    def of(self, req_ids: Iterable[str]) -> list[int]:
+        """The slots of several. Raises RequestError for an unknown id."""
+        try:
+            return [self._slots[req_id] for req_id in req_ids]
+        except KeyError as error:
+            raise RequestError(f"request {error.args[0]!r} is not known") from None
 
     def __contains__(self, req_id: object) -> bool:
         return req_id in self._slots
@@ -107,10 +116,10 @@ def plan_rows(
     wrong["its prefill is done: right is 1 token and its drafts"] = ~prefilling & (scheduled != drafts + 1)
     if (total := output.total_num_scheduled_tokens) > shape.max_num_batched_tokens:
         raise RequestError(f"the step has {total} tokens, max_num_batched_tokens is {shape.max_num_batched_tokens}")
-    if np.concatenate(list(wrong.values())).any():
+    if any(map(np.count_nonzero, wrong.values())):
         why, rows = next((why, rows) for why, rows in wrong.items() if rows.any())
         raise RequestError(f"request {req_ids[int(rows.argmax())]!r}: {why}")
-    if True in prefilling.tolist():  # decode and verify rows alone are in order
+    if np.count_nonzero(prefilling):  # decode and verify rows alone are in order
         order = np.argsort(prefilling, kind="stable")
         req_ids = tuple(req_ids[row] for row in order)
         columns = (slots, scheduled, num_computed_tokens, drafts, prefill_lens, prompt_lens)

@@ -31,8 +31,8 @@ class HostCopies:
         self._drafts: Pending[torch.Tensor] | None = None
         self._token_ids = device.copy_to_host(result.sampled.token_ids)
         self._num_sampled = device.copy_to_host(result.sampled.num_sampled)
-        self._logprobs = _LogprobsCopy(device, result.logprobs)
-        self._prompt_logprobs = _LogprobsCopy(device, result.prompt_logprobs)
+        self._logprobs = result.logprobs and _LogprobsCopy(device, result.logprobs)
+        self._prompt_logprobs = result.prompt_logprobs and _LogprobsCopy(device, result.prompt_logprobs)
 
     def add_drafts(self, drafts: torch.Tensor | None) -> None:
         """[num_reqs, K], which are proposed when the copies above are under way already; None without speculation."""
@@ -48,8 +48,8 @@ class HostCopies:
             req_ids=self._req_ids,
             sampled_token_ids=sampled,
             draft_token_ids=() if self._drafts is None else cut_drafts(self._drafts.wait().tolist()),
-            logprobs=self._logprobs.wait(dict(zip(self._req_ids, counts, strict=True))),
-            prompt_logprobs=self._prompt_logprobs.wait(None),
+            logprobs=self._logprobs.wait(dict(zip(self._req_ids, counts, strict=True))) if self._logprobs else {},
+            prompt_logprobs=self._prompt_logprobs.wait(None) if self._prompt_logprobs else {},
         )
 
 
@@ -59,16 +59,12 @@ def cut_drafts(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 class _LogprobsCopy:
-    def __init__(self, device: DeviceRuntime, tensors: LogprobsTensors | None) -> None:
+    def __init__(self, device: DeviceRuntime, tensors: LogprobsTensors) -> None:
         self._tensors = tensors
-        self._copies: Sequence[Pending[torch.Tensor]] = ()
-        if tensors is not None:
-            self._copies = [device.copy_to_host(part) for part in (tensors.token_ids, tensors.logprobs, tensors.ranks)]
+        self._copies = [device.copy_to_host(part) for part in (tensors.token_ids, tensors.logprobs, tensors.ranks)]
 
     def wait(self, counts: dict[str, int] | None) -> dict[str, Logprobs]:
         """By request; `counts` says how many of its positions count, None all of them."""
-        if self._tensors is None:
-            return {}
         token_ids, logprobs, ranks = (copy.wait().numpy() for copy in self._copies)
         chosen, result = 1 + self._tensors.top, {}
         for span in self._tensors.spans:

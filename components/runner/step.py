@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
+from workerkit.components.buffers.upload import to_device
 from workerkit.components.runner.output import StepResult
 from workerkit.framework.errors import ModelError, UnsupportedError, did_you_mean
 from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, InputBatchBuilder
 from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape
 from workerkit.framework.interfaces.kv_cache import BatchTables, BlockTables, KVCaches
-from workerkit.framework.interfaces.model import LoadedModel, ModelInputs, ModelOutput
+from workerkit.framework.interfaces.model import Attend, LoadedModel, ModelInputs, ModelOutput
 from workerkit.framework.interfaces.request import GrammarOutput, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import RunnerParts, WorkerShape
 from workerkit.framework.interfaces.sampling import SamplerOutput, SlotPart
@@ -108,7 +110,12 @@ class StepPhases:
         """The shape to build for, the same on all ranks."""
         num_tokens, num_reqs, first = plan.num_tokens, plan.num_reqs, int(plan.num_scheduled_tokens[0])
         is_uniform = num_tokens == first * num_reqs and (first == 1 or (plan.num_scheduled_tokens == first).all())
-        shape = BatchShape(num_tokens=num_tokens, num_reqs=num_reqs, uniform_query_len=first if is_uniform else None)
+        shape = BatchShape(
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            uniform_query_len=first if is_uniform else None,
+            max_query_len=first if is_uniform else int(plan.num_scheduled_tokens.max()),
+        )
         return self._parts.parallel.agree(self._parts.graph.dispatch(self._parts.pcp.local_shape(shape)))
 
     def move_blocks(self, output: SchedulerOutput) -> None:
@@ -143,33 +150,61 @@ class StepPhases:
     def _forward(self, batch: InputBatch, desc: BatchDescriptor) -> ExecuteModelState:
         parts = self._parts
         real = not batch.is_dummy
-        tables = parts.dcp.localize(batch, self._tables.gather(batch))
-        local, local_tables = parts.pcp.partition(batch, tables, desc)
+        tables, local, local_tables = self._localize(batch, desc)
         if real:
             parts.model_state.preprocess(local)
-        attend = parts.attention.build(local, local_tables, self._caches, parts.model_state.extras(local))
+        attend, host_parameters = self._attention(local, local_tables, desc)
         parts.lora.activate(local)
         embeds = parts.encoder.embed(local)
-        parts.eplb.prepare_forward(local.num_tokens, bool(local.plan.is_prefilling.any()))
+        parts.eplb.prepare_forward(local.num_tokens, bool(np.count_nonzero(local.plan.is_prefilling)))
         received = parts.pipeline.receive(local)
         if real:
             parts.kv_connector.start_load(local)
             parts.hooks.batch_prepared(local)
-        inputs = ModelInputs(
-            input_ids=local.input_ids,
-            positions=local.positions,
-            rope_lens=local.rope_lens,
-            attend=attend,
-            inputs_embeds=embeds if received is None else received,
-            taps=self._taps,
-        )
-        output = parts.graph.run(desc, self._network.forward, inputs)
+        inputs = self._inputs(local, attend, host_parameters, embeds if received is None else received)
+        if inputs.inputs_embeds is None:
+            output = parts.graph.run(desc, self._network.forward, inputs)
+        else:  # graphs begin with the embedding of ids
+            output = self._network.forward(inputs)
         if real:
             parts.hooks.forward_finished(local, output)
             parts.kv_connector.wait_saved()
         if not parts.pipeline.is_last:
             parts.pipeline.send(output)
         return ExecuteModelState(batch=batch, tables=tables, output=output)
+
+    def _localize(self, batch: InputBatch, desc: BatchDescriptor) -> tuple[BatchTables, InputBatch, BatchTables]:
+        """The global tables, and this rank's batch and tables."""
+        tables = self._parts.dcp.localize(batch, self._tables.gather(batch))
+        return (tables, *self._parts.pcp.partition(batch, tables, desc))
+
+    def _attention(
+        self, local: InputBatch, tables: BatchTables, desc: BatchDescriptor
+    ) -> tuple[Attend, Mapping[str, Sequence[Mapping[str, Any]]]]:
+        """Metadata for the step, or for the capture, and what a replay has to be told from the host."""
+        attention, state, caches = self._parts.attention, self._parts.model_state, self._caches
+        if desc.mode != "full":
+            return attention.build(local, tables, caches, state.extras(local)), {}
+        extras = state.extras_captured(local, desc)
+        attend = attention.build_captured(local, tables, caches, extras, desc, self._parts.graph.tasks)
+        return attend, attention.host_parameters(local, tables)
+
+    def _inputs(
+        self,
+        local: InputBatch,
+        attend: Attend,
+        host_parameters: Mapping[str, Sequence[Mapping[str, Any]]],
+        embeds: torch.Tensor | None = None,
+    ) -> ModelInputs:
+        return ModelInputs(
+            input_ids=local.input_ids,
+            positions=local.positions,
+            rope_lens=local.rope_lens,
+            attend=attend,
+            inputs_embeds=embeds,
+            taps=self._taps,
+            host_parameters=host_parameters,
+        )
 
     def restore(self, state: ExecuteModelState) -> ExecuteModelState:
         """Hidden states of the global batch, which sampling and proposing work on."""
@@ -184,7 +219,7 @@ class StepPhases:
         if not parts.pipeline.is_last:
             return StepResult(sampled=parts.pipeline.receive_sampled(batch))
         hidden = state.output.hidden
-        if batch.num_logits < len(hidden):  # otherwise every token predicts, in order
+        if batch.num_logits < hidden.shape[0]:  # otherwise every token predicts, in order
             hidden = hidden[batch.logits_indices]
         logits = self._network.compute_logits(hidden)
         raw = parts.sampler.raw(logits, batch)
@@ -200,14 +235,14 @@ class StepPhases:
     def _tokens(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
         partial = batch.plan.is_partial
         if batch.num_logits == batch.num_reqs:
-            counts = torch.from_numpy((~partial).astype(np.int32)).to(logits.device, non_blocking=True)
+            counts = (~partial).astype(np.int32)
             return SamplerOutput(
                 token_ids=self._parts.sampler.draw(logits, batch).unsqueeze(1),
-                num_sampled=counts,
-                num_rejected=torch.zeros_like(counts),
+                num_sampled=to_device(logits.device, counts),
+                num_rejected=to_device(logits.device, np.zeros_like(counts)),
             )
         verified = self._parts.rejection.verify(logits, batch, self._parts.sampler)
-        mask = torch.from_numpy(partial).to(logits.device, non_blocking=True)
+        mask = to_device(logits.device, partial)
         return SamplerOutput(
             token_ids=verified.token_ids,
             num_sampled=verified.num_sampled.masked_fill(mask, 0),
@@ -260,9 +295,36 @@ class StepPhases:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture graphs, the text model's before the encoder's; then measure what verification costs."""
-        self._parts.graph.capture(self._network.forward)
+        self._capture_cases()
         self._parts.encoder_graph.capture()
         self._parts.verify_budget.calibrate(self._seconds)
+
+    def _capture_cases(self) -> None:
+        from tqdm import tqdm
+
+        for case in tqdm(self._parts.graph.cases, "capture graphs", leave=False, unit="graph", disable=None):
+            self._capture_case(case)
+
+    def _capture_case(self, case: BatchDescriptor) -> None:
+        batch = self._batches.dummy(case.num_tokens, case.num_reqs, case)
+        _, local, tables = self._localize(batch, case)
+        attend, host_parameters = self._attention(local, tables, case)
+        self._parts.lora.activate(local)
+        self._parts.graph.capture(case, self._network.forward, self._inputs(local, attend, host_parameters))
+
+    @torch.inference_mode()
+    def graph_memory(self) -> int:
+        """See ModelRunner: first + (n - 1) * max(second, 1 MiB), for n cases of which the two largest are captured."""
+        graph, device = self._parts.graph, self._parts.device
+        if not graph.needs_device_graphs:
+            return 0
+        sizes = []
+        for case in sorted(graph.cases, key=lambda case: case.num_tokens, reverse=True)[:2]:
+            before = device.memory().free_bytes
+            self._capture_case(case)
+            sizes.append(max(0, before - device.memory().free_bytes))
+        graph.release()
+        return sizes[0] + (len(graph.cases) - 1) * max(sizes[-1], 2**20)
 
     def _seconds(self, num_tokens: int, num_reqs: int) -> float:
         begin = time.perf_counter()

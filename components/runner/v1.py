@@ -126,3 +126,9 @@ class NPUModelRunner(GPUModelRunner):
 
     def capture(self) -> None:
         self._parts.device.submit(self._phases.capture).wait()
+
+    def graph_memory(self) -> int:
+        return self._parts.device.submit(self._phases.graph_memory).wait()
+
+    def release_graphs(self) -> None:
+        self._parts.device.submit(self._parts.graph.release).wait()

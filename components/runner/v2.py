@@ -119,7 +119,8 @@ class NPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def _carry_out(self, changes: _Changes) -> None:
-        self._phases.change_slots(changes.cleared, changes.added)
+        if changes.cleared or changes.added:
+            self._phases.change_slots(changes.cleared, changes.added)
         for slot, request in changes.added:
             self._states.write(slot, request)
         self._tables.apply(changes.writes)
@@ -158,6 +159,12 @@ class NPUModelRunner(ModelRunner):
 
     def capture(self) -> None:
         self._parts.device.submit(self._phases.capture).wait()
+
+    def graph_memory(self) -> int:
+        return self._parts.device.submit(self._phases.graph_memory).wait()
+
+    def release_graphs(self) -> None:
+        self._parts.device.submit(self._parts.graph.release).wait()
 
     def check_request(self, params: SamplingParams) -> None:
         self._phases.check_request(params)

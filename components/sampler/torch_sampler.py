@@ -135,7 +135,7 @@ class TorchSampler(Sampler):
 
     def process(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
         used = self._used[:, batch.plan.slots] & ~batch.plan.is_partial
-        if batch.is_dummy or not used.any():
+        if batch.is_dummy or not np.count_nonzero(used):
             return logits
         rows_of = _requests(batch)
         for shown, stages in self._groups(used[:, rows_of]):
@@ -196,22 +196,20 @@ class TorchSampler(Sampler):
 
     def draw(self, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
         # What a dummy batch costs should be what the costliest does: its memory is measured.
-        is_random = self._is_random[batch.plan.slots][_requests(batch)] | batch.is_dummy
-        if not is_random.any():
-            return _greedy(logits)
+        is_random = self._is_random[batch.plan.slots] | batch.is_dummy
+        if not np.count_nonzero(is_random):
+            return self._kernels.greedy_tokens(logits)
+        is_random = is_random[_requests(batch)]
         slots, positions = batch.idx_mapping[batch.logits_rows], batch.positions[batch.logits_indices]
         if is_random.all():
             return self._random(logits, slots, positions)
         (rows,) = upload(logits.device, np.flatnonzero(is_random))
         drawn = self._random(logits.index_select(0, rows), slots[rows], positions[rows])
-        return _greedy(logits).index_copy_(0, rows, drawn)
+        return self._kernels.greedy_tokens(logits).index_copy_(0, rows, drawn)
 
     def _random(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         uniform = self._kernels.uniform_from_seed(self._seeds[slots], positions, RandomStream.SAMPLING)
-        probs = logits.softmax(dim=-1)
-        tokens = self._kernels.sample_from_probs(probs, uniform)
-        # Where the largest logit is infinite or not a number, all of the row's probabilities are not numbers.
-        return tokens.masked_fill_(~probs[:, 0].isfinite(), -1)
+        return self._kernels.sample_tokens(logits, uniform)
 
     def keys(self, batch: InputBatch) -> DrawKeys:
         return DrawKeys(seeds=self._seeds[batch.idx_mapping], temperatures=self._temperatures[batch.idx_mapping])
@@ -233,12 +231,6 @@ class TorchSampler(Sampler):
     def commit(self, batch: InputBatch, sampled: SamplerOutput) -> None:
         if self._history is not None:
             self._history.commit(batch, sampled)
-
-
-def _greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the largest logits; -1 where that is not a number, or infinite."""
-    largest, tokens = logits.max(dim=-1)
-    return tokens.masked_fill_(~largest.isfinite(), -1)
 
 
 def _requests(batch: InputBatch) -> np.ndarray:

@@ -130,8 +130,10 @@ class NPUWorker(Worker):
     def _load(self) -> None:
         # On the stream, like all tensor work: on a CPU each thread that computes has a pool of its own, and two pools
         # on the same cores slow each other down.
-        networks = self._networks()
-        self._pool.track("weights", tuple(tensor for network in networks for _, tensor in network.weights()))
+        self._track_weights()
+
+    def _track_weights(self) -> None:
+        self._pool.track("weights", tuple(tensor for network in self._networks() for _, tensor in network.weights()))
 
     def _networks(self) -> list[Network]:
         """Those with weights, each once: a draft may be the target itself."""
@@ -156,10 +158,11 @@ class NPUWorker(Worker):
         trial = self._device.submit(lambda: self._kv_stage.trial(two_blocks, ModelRunner)).wait()
         trial.execute_dummy_batch(shape.max_num_batched_tokens, num_reqs)
         peak = self._device.peak_memory_increase()
-        available = wanted - in_use - peak - self._config.reserve_bytes
+        graphs = trial.graph_memory()
+        available = wanted - in_use - peak - graphs - self._config.reserve_bytes
         _log.info(
-            "memory: %d of %d MiB allowed, %d in use, a step peaks at %d: %d MiB for the KV cache",
-            *(value >> 20 for value in (wanted, memory.total_bytes, in_use, peak, available)),
+            "memory: %d of %d MiB allowed, %d in use, a step peaks at %d, graphs take %d: %d MiB for the KV cache",
+            *(value >> 20 for value in (wanted, memory.total_bytes, in_use, peak, graphs, available)),
         )
         return max(available, 0)
 
@@ -223,14 +226,17 @@ class NPUWorker(Worker):
             raise UnsupportedError(f"sleep level {level}: 1 (weights stay on the host) or 2 (weights are dropped)")
         if live := self._runner().num_requests:
             raise StageError(f"{live} requests are live; finish or abort them before the worker sleeps")
+        self._runner().release_graphs()
         self._device.synchronize()
         freed = self._pool.discard("kv_cache")
         self._cache_generation += 1
         self._asleep["kv_cache"] = level
         if level == 2:
             for network in self._networks():
+                freed += sum(tensor.nbytes for _, tensor in network.weights())
                 network.release()
-            freed += self._pool.discard("weights")
+            self._track_weights()  # what is left: plain tensors, which come back where they were
+            self._pool.discard("weights")
             self._asleep["weights"] = level
         self._stage = Stage.ASLEEP
         _log.info("asleep at level %d: %d MiB given back", level, freed >> 20)
@@ -241,6 +247,7 @@ class NPUWorker(Worker):
             raise UnsupportedError(f"wake_up: no tag {sorted(unknown)}; known: weights, kv_cache")
         self._device.submit(lambda: self._restore(tags)).wait()
         if not self._asleep:
+            self._runner().capture()
             self._stage = Stage.READY
 
     def _restore(self, tags: tuple[str, ...]) -> None:
@@ -251,6 +258,7 @@ class NPUWorker(Worker):
             if tag == "weights":
                 self._model().reload_weights(self._loaded())
                 self._draft_model().reload_weights(self._draft())
+                self._track_weights()
 
     def check_health(self) -> Health:
         self._at("check_health", *(stage for stage in Stage if Stage.DEVICE <= stage <= Stage.ASLEEP))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from workerkit.framework import config as configs
 from workerkit.framework.assembly import Assembly, assemble
@@ -99,6 +99,17 @@ def read_text(path: str) -> str:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise WorkerkitError(f"cannot read {path}: {error}") from error
+
+
+@contextmanager
+def writable(path: str) -> Iterator[TextIO]:
+    """A file that is written anew. Raises WorkerkitError when it cannot be."""
+    try:
+        handle = open(path, "w", encoding="utf-8")  # noqa: SIM115  closed below
+    except OSError as error:
+        raise WorkerkitError(f"cannot write {path}: {error}") from error
+    with handle:
+        yield handle
 
 
 def warn(text: str) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import attrs
 
@@ -56,7 +56,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise WorkerkitError("nothing to generate: give a prompt, or --prompts FILE")
     assembly = common.assembly_of(args)
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(_writable(args.output)) if args.output is not None else None
+        out = stack.enter_context(common.writable(args.output)) if args.output is not None else None
         engine = stack.enter_context(common.running_engine(assembly))
         if len(jobs) == 1 and out is None and _is_plain(jobs[0].params):
             return _stream(engine, _prompt(jobs[0], args, engine, assembly), jobs[0].params)
@@ -125,13 +125,3 @@ def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
     print()
     common.warn(meter.text(count))
     return 0
-
-
-@contextlib.contextmanager
-def _writable(path: str) -> Iterator[TextIO]:
-    try:
-        handle = open(path, "w", encoding="utf-8")  # noqa: SIM115  closed below
-    except OSError as error:
-        raise WorkerkitError(f"cannot write {path}: {error}") from error
-    with handle:
-        yield handle

@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from workerkit.framework.cli import chat, components, config, generate, models, new_plugin, plugins, wiring
+from workerkit.framework.cli import bench, chat, components, config, generate, models, new_plugin, plugins, wiring
 from workerkit.framework.cli.common import warn
 from workerkit.framework.errors import WorkerkitError
 from workerkit.framework.plugins import Plugins, load_plugins
 
-BUILTIN = (config, components, wiring, plugins, new_plugin, models, generate, chat)
+BUILTIN = (config, components, wiring, plugins, new_plugin, models, generate, chat, bench)
 
 
 def main(argv: Sequence[str] | None = None, found: Plugins | None = None) -> int:

@@ -94,9 +94,16 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": ["object", "null"], "additionalProperties": False, "properties": dict(properties)}
 
 
-def _section(name: str, cls: type) -> dict[str, Any]:
+def _section(path: str, cls: type) -> dict[str, Any]:
     whole = _config(cls)
-    return {"anyOf": [{"type": "string"}, whole]} if name in SHORT else whole
+    for name, kind in get_type_hints(cls).items():
+        if f"{path}.{name}" in SHORT:
+            described = {key: whole["properties"][name].pop(key) for key in ("default", "description")}
+            whole["properties"][name] = _section(f"{path}.{name}", kind) | described
+    if path not in SHORT:
+        return whole
+    short = {key: value for key, value in whole["properties"][SHORT[path]].items() if key in ("type", "enum")}
+    return {"anyOf": [short, whole]}
 
 
 def _config(cls: type) -> dict[str, Any]:

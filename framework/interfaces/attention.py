@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from workerkit.framework.interfaces.batch import InputBatch
+    from workerkit.framework.interfaces.graph import BatchDescriptor, GraphTasks
     from workerkit.framework.interfaces.kv_cache import AttentionLayer, BatchTables, KVCaches
     from workerkit.framework.interfaces.model import Attend
 
@@ -19,6 +20,7 @@ class AttentionBackend(abc.ABC):
 
     kernel_block_sizes: tuple[int, ...] = ()  # accepted kernel block sizes, preferred first; () accepts any
     host_lengths: Literal["upper_bound", "exact"] = "upper_bound"  # which HostLengths it reads
+    graph_support: Literal["never", "uniform", "always"] = "never"  # batches whose attention a graph may hold
 
     @abc.abstractmethod
     def prepare(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
@@ -35,3 +37,26 @@ class AttentionBackend(abc.ABC):
         written before any query looks, so they see each other.
         Padding tokens yield finite values that nobody reads. `extras` comes from the model state.
         """
+
+    def build_captured(
+        self,
+        batch: InputBatch,
+        tables: BatchTables,
+        caches: KVCaches,
+        extras: Mapping[str, Any],
+        desc: BatchDescriptor,
+        tasks: GraphTasks,
+    ) -> Attend:
+        """Like `build`, for a batch padded to `desc`, whose whole forward a graph holds: called for the capture, and
+        again for each step that replays it.
+
+        A replay reads what lay at the addresses of the capture, so the result of the capture's call must work from
+        tensors that later calls find again (those of `batch` and `tables` are such), without looking at their values
+        on the host and with shapes that follow from `desc` alone; it is also called outside a capture. Later results
+        are not called. Ops whose host lengths a graph would remember are launched through `tasks`.
+        """
+        return self.build(batch, tables, caches, extras)
+
+    def host_parameters(self, batch: InputBatch, tables: BatchTables) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """For a step that replays a graph: by provider, new parameters of each `GraphTasks.launch`, in order."""
+        return {}

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import attrs
 
+from workerkit.framework.errors import UnsupportedError
+
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
     from workerkit.framework.interfaces.graph import BatchDescriptor
@@ -41,8 +45,85 @@ class Pending(abc.ABC, Generic[T]):
         """Its result; raises what it raised."""
 
 
+class DeviceStream(Protocol):
+    """What graphs need of torch.cuda.Stream and torch.npu.Stream."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Later work here waits for what `stream` has been given so far."""
+
+    def synchronize(self) -> None:
+        """The host waits for all work."""
+
+
+class DeviceGraph(Protocol):
+    """What is used of torch.cuda.CUDAGraph and torch.npu.NPUGraph."""
+
+    def capture_begin(self, pool: Any = None) -> None:
+        """Work of the current stream is noted instead of done, its results placed in `pool`."""
+
+    def capture_end(self) -> None:
+        """The end of it."""
+
+    def replay(self) -> None:
+        """Issue all of it on the current stream."""
+
+    def reset(self) -> None:
+        """Forget it and give its memory back."""
+
+
+class GraphDevice(abc.ABC):
+    """Streams and captured graphs of a device.
+
+    The second half serves ops that take lengths from the host, which a graph would remember: each is captured as a task
+    that waits for an event, and is launched anew on another stream, which then records the event, while the graph is
+    replayed. A device without such ops leaves it as it is here.
+    """
+
+    @abc.abstractmethod
+    def new_stream(self) -> DeviceStream:
+        """A stream beside the current one."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> DeviceStream:
+        """Where work is issued now."""
+
+    @abc.abstractmethod
+    def use(self, stream: DeviceStream) -> AbstractContextManager[Any]:
+        """Makes `stream` the current one."""
+
+    @abc.abstractmethod
+    def new_pool(self) -> Any:
+        """Memory that graphs share which are never replayed at the same time."""
+
+    @abc.abstractmethod
+    def new_graph(self) -> DeviceGraph:
+        """An empty graph."""
+
+    def new_event(self) -> Any:
+        """An event with `wait`, `reset` and `record`, each of a stream, that is set from outside a graph."""
+        raise UnsupportedError("graphs of this device hold no ops with lengths from the host")
+
+    def begin_task(self, stream: DeviceStream) -> None:
+        """What is captured next can be launched anew."""
+        raise UnsupportedError("graphs of this device hold no ops with lengths from the host")
+
+    def end_task(self, stream: DeviceStream) -> Any:
+        """The end of it; returns the task's handle."""
+        raise UnsupportedError("graphs of this device hold no ops with lengths from the host")
+
+    def begin_update(self, stream: DeviceStream, handle: Any) -> None:
+        """What is launched next takes the place of the task's."""
+        raise UnsupportedError("graphs of this device hold no ops with lengths from the host")
+
+    def end_update(self, stream: DeviceStream) -> None:
+        """The end of it."""
+        raise UnsupportedError("graphs of this device hold no ops with lengths from the host")
+
+
 class DeviceRuntime(abc.ABC):
     """One device of the process."""
+
+    captures_graphs: ClassVar[bool] = False  # whether `graphs` works
 
     @property
     @abc.abstractmethod
@@ -85,6 +166,10 @@ class DeviceRuntime(abc.ABC):
     @abc.abstractmethod
     def profiler_activities(self) -> tuple[Any, ...]:
         """torch.profiler activities of this device."""
+
+    def graphs(self) -> GraphDevice:
+        """For capturing graphs. Raises UnsupportedError where the device has none."""
+        raise UnsupportedError(f"device {self.kind!r} captures no graphs: right would be `graph: none`")
 
     @abc.abstractmethod
     def shutdown(self) -> None:

@@ -48,7 +48,7 @@ class EngineRequest:
     cache_identity: CacheIdentity = CacheIdentity()
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)  # one for each request and step: quicker to build
 class Progress:
     """What a step added to a scheduled request."""
 
@@ -73,7 +73,7 @@ PromptLogprobs = tuple[
 ]  # one entry a prompt token; None for the first, which nothing predicts
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)  # one for each request and step: quicker to build
 class RequestDelta:
     """What one step added to one completion of a request."""
 

@@ -30,6 +30,11 @@ class ModelState(SlotPart):
     def extras(self, batch: InputBatch) -> Mapping[str, Any]:
         """Handed to the attention backend."""
 
+    def extras_captured(self, batch: InputBatch, desc: BatchDescriptor) -> Mapping[str, Any]:
+        """Like `extras`, for AttentionBackend.build_captured, whose rules hold: padded to `desc`, at addresses that
+        are the same each time. A dummy batch (the capture's) reads and writes no request's state."""
+        return self.extras(batch)
+
     @abc.abstractmethod
     def commit(self, batch: InputBatch, output: SamplerOutput) -> None:
         """After the request states have committed the step."""

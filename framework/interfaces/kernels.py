@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from workerkit.framework.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
     from workerkit.framework.interfaces.device import DeviceContext
 
+T = TypeVar("T")
+
 OPS = (
     "linear",
+    "embedding",
+    "linear_q4",
+    "linear_q8",
+    "linear_w8",
+    "linear_w8a8",
     "rms_norm",
     "fused_add_rms_norm",
+    "rotary_cos_sin",
     "rotary_embedding",
     "silu_and_mul",
+    "add",
     "reshape_and_cache",
     "paged_attention",
     "decode_attention",
@@ -31,9 +42,24 @@ OPS = (
     "compute_token_logprobs",
     "most_likely_tokens",
     "uniform_from_seed",
+    "greedy_tokens",
+    "sample_tokens",
     "sample_from_probs",
     "residual_probs",
 )
+
+# Products, norms and attention: fast forms of them choose by the number of rows how to sum up.
+BATCH_SENSITIVE = frozenset(
+    op for op in OPS if op.startswith("linear") or op == "embedding" or op.endswith(("_norm", "_attention"))
+)
+
+
+class Program(abc.ABC):
+    """Recorded calls of kernels, to be carried out as one."""
+
+    @abc.abstractmethod
+    def run(self, num_rows: int) -> None:
+        """Carry them out over the first rows of the tensors that they were recorded with. On the stream."""
 
 
 class KernelLibrary(abc.ABC):
@@ -47,17 +73,43 @@ class KernelLibrary(abc.ABC):
     @property
     @abc.abstractmethod
     def ops(self) -> Mapping[str, Callable[..., Any]]:
-        """Name in OPS -> function with the signature of the same name in `kernels/reference`."""
+        """Name in OPS -> function with the signature of the same name in `kernels/reference`. Asked for before
+        `prepare`; the functions are called after it."""
+
+    @property
+    def batch_invariant(self) -> frozenset[str]:
+        """Those of its ops in BATCH_SENSITIVE whose result for a row has the same bits whatever the other rows are, and
+        for attention whatever chunk of its request a token comes in."""
+        return frozenset()
+
+    def prepare(self, context: DeviceContext) -> None:  # noqa: B027  most libraries are plain functions
+        """Load, or compile, native code for the device."""
+
+    @property
+    def records(self) -> bool:
+        """Whether `record` works."""
+        return False
+
+    def record(self, function: Callable[[], T], num_rows: int, max_rows: int) -> tuple[Program, T]:
+        """See Kernels."""
+        raise UnsupportedError(f"kernel library {self.name!r} cannot record its calls")
 
 
 class Kernels(abc.ABC):
     """Every op of OPS, each from the first library of the configured order that has it."""
 
     linear: Linear
+    embedding: Embedding
+    linear_q4: LinearQ4
+    linear_q8: LinearQ8
+    linear_w8: LinearW8
+    linear_w8a8: LinearW8
     rms_norm: RmsNorm
     fused_add_rms_norm: FusedAddRmsNorm
+    rotary_cos_sin: RotaryCosSin
     rotary_embedding: RotaryEmbedding
     silu_and_mul: SiluAndMul
+    add: Add
     reshape_and_cache: ReshapeAndCache
     paged_attention: PagedAttention
     decode_attention: DecodeAttention
@@ -72,6 +124,8 @@ class Kernels(abc.ABC):
     compute_token_logprobs: ComputeTokenLogprobs
     most_likely_tokens: MostLikelyTokens
     uniform_from_seed: UniformFromSeed
+    greedy_tokens: GreedyTokens
+    sample_tokens: SampleTokens
     sample_from_probs: SampleFromProbs
     residual_probs: ResidualProbs
 
@@ -84,14 +138,92 @@ class Kernels(abc.ABC):
     def prepare(self, context: DeviceContext) -> None:
         """Load native code for the device, before weights are read."""
 
+    @abc.abstractmethod
+    def rank(self, op: str) -> int:
+        """Place of the op's library in the configured order, 0 the first: what comes first is meant to be used."""
+
+    @abc.abstractmethod
+    def record(self, function: Callable[[], T], num_rows: int, max_rows: int) -> tuple[Program, T]:
+        """Call a function that computes over num_rows rows by kernels alone, noting their calls instead of making them.
+
+        Returns the program, and what the function returned, with max_rows rows where a tensor had num_rows: the program
+        fills its first rows. Raises UnsupportedError where no library records, or something else computes in between.
+        """
+
+
+class Matrix(Protocol):
+    """A weight [O, H] in the form that suits a library, which is the only copy of it."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, O], in x's dtype."""
+        ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> float32 [N, O]: the same product, not rounded to x's dtype."""
+        ...
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """[N] int32 or int64 -> [N, H], these rows of the weight, in the dtype of activations. Only a matrix made by
+        `embedding`, or a quantised one, has to have them."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that it keeps."""
+        ...
+
 
 class Linear(Protocol):
-    """weight [O, H], bias [O] or None -> a function [T, H] -> [T, O] that multiplies by them.
+    """weight [O, H], bias [O] or None -> the matrix that multiplies by them. It may keep the weight as it is: nobody
+    else writes there afterwards."""
 
-    It may hold the weight in a form of its own: made after the weight is in place, and anew when that changes.
-    """
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix: ...
 
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]: ...
+
+class Embedding(Protocol):
+    """weight [V, H] -> a matrix whose rows are read, and that is multiplied by as well where it is the head, too."""
+
+    def __call__(self, weight: torch.Tensor) -> Matrix: ...
+
+
+class LinearQ4(Protocol):
+    """4 bits a weight."""
+
+    """w = code * scale + minimum, in groups of 32 along a row. codes uint8 [O, H / 2]: byte j of a group's 16 holds
+    element j in its low half and j + 16 in its high half, which is GGUF's order; scales, minima [O, H / 32] float32;
+    bias [O] or None; dtype of activations."""
+
+    def __call__(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        minima: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> Matrix: ...
+
+
+class LinearQ8(Protocol):
+    """8 bits a weight, with scales of groups."""
+
+    """w = code * scale. codes int8 [O, H]; scales [O, H / 32] float32, of 32 along a row; bias [O] or None; dtype of
+    activations."""
+
+    def __call__(
+        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> Matrix: ...
+
+
+class LinearW8(Protocol):
+    """8 bits a weight, with a scale for each output channel."""
+
+    """w = code * scale. codes int8 [O, H]; scales [O] float32; bias [O] or None; dtype of activations. `linear_w8`
+    leaves these as they are; `linear_w8a8` rounds each token's to 8 bits, its scale being max |x| / 127, and adds up
+    integers; `rows` are the same."""
+
+    def __call__(
+        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> Matrix: ...
 
 
 class RmsNorm(Protocol):
@@ -101,15 +233,25 @@ class RmsNorm(Protocol):
 
 
 class FusedAddRmsNorm(Protocol):
-    """Residual add and norm in one."""
+    """Residual add and norm in one. The sum may take the memory of the residual."""
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class RotaryCosSin(Protocol):
+    """The angles of a step's positions."""
+
+    """positions [T] int64, inv_freq [half] float32 -> cos and sin of their products, times scaling, [T, half] each."""
+
+    def __call__(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class RotaryEmbedding(Protocol):
-    """Rotary position embedding, neox style."""
+    """Rotary position embedding, neox style. It may work in place."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -120,6 +262,12 @@ class SiluAndMul(Protocol):
     """Gated activation."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Add(Protocol):
+    """Sum of two hidden states."""
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
 
 
 class ReshapeAndCache(Protocol):
@@ -136,7 +284,7 @@ class ReshapeAndCache(Protocol):
 
 
 class PagedAttention(Protocol):
-    """Attention over the paged cache, the general form."""
+    """Attention over the paged cache, the general form. Raises NotImplementedError for heads or types that it has not."""
 
     """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D]; block_table [R, W]; query_start_loc [R + 1];
     seq_lens [R], the queries of a row being the last positions of its sequence. Tokens of no row yield zeros."""
@@ -289,6 +437,23 @@ class UniformFromSeed(Protocol):
     `stream` separates independent uses (0 sampling)."""
 
     def __call__(self, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor: ...
+
+
+class GreedyTokens(Protocol):
+    """The likeliest token of each row."""
+
+    """float32 [N, V] -> [N] int64: the first of the largest logits; -1 where that is not a number, or infinite."""
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor: ...
+
+
+class SampleTokens(Protocol):
+    """One draw a row, from logits."""
+
+    """float32 [N, V], uniform [N] float64 -> [N] int64: inverse CDF of the softmax; -1 where the largest logit is not a
+    number, or infinite."""
+
+    def __call__(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor: ...
 
 
 class SampleFromProbs(Protocol):

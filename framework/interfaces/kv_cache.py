@@ -131,7 +131,10 @@ class BlockTables(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, batch: InputBatch) -> BatchTables:
-        """Tables of the batch's rows, and every token's slot: table[row, pos // b] * b + pos % b; padding is -1."""
+        """Tables of the batch's rows, and every token's slot: table[row, pos // b] * b + pos % b; padding is -1.
+
+        Views of tensors that lie at the same addresses in every step, because graphs replay on them.
+        """
 
     @abc.abstractmethod
     def block_ids(self, index: int) -> tuple[tuple[int, ...], ...]:

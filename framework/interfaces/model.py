@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
+
+from workerkit.framework.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
     from workerkit.framework.interfaces.kv_cache import AttentionLayer
+    from workerkit.framework.interfaces.sections import QuantizationSection
 
 
 @attrs.frozen(kw_only=True)
@@ -61,6 +64,45 @@ class ModelConfig:
     raw: Mapping[str, Any] = attrs.field(factory=dict, repr=False, eq=False)  # the file itself, for families of plugins
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class QuantizedTensor:
+    """A weight [O, H] as its file packs it: groups of 32 along a row, each with a scale, and with a minimum or none.
+
+    Two codes of 4 bits share a byte: byte j of a group's 16 has element j in its low half, j + 16 in its high half.
+    """
+
+    codes: torch.Tensor  # uint8 [O, H / 2] of 4 bits, or int8 [O, H]
+    scales: torch.Tensor  # [O, H / 32] float32
+    minima: torch.Tensor | None = None  # likewise, for codes of 4 bits
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, H)."""
+        rows, groups = self.scales.shape
+        return rows, 32 * groups
+
+    def dequantize(self) -> torch.Tensor:
+        """[O, H] float32: code * scale + minimum."""
+        rows, groups = self.scales.shape
+        if self.minima is None:
+            return (self.codes.view(rows, groups, 32) * self.scales[..., None]).view(rows, -1)
+        pairs = self.codes.view(rows, groups, 16)
+        values = self.scales.new_empty(rows, groups, 32)
+        values[..., :16] = pairs & 15
+        values[..., 16:] = pairs >> 4
+        return values.mul_(self.scales[..., None]).add_(self.minima[..., None]).view(rows, -1)
+
+    def split(self, rows: int) -> Iterator[QuantizedTensor]:
+        """Views of so many rows at a time: dequantised one after another they need little memory."""
+        for start in range(0, len(self.scales), rows):
+            part = slice(start, start + rows)
+            yield QuantizedTensor(
+                codes=self.codes[part],
+                scales=self.scales[part],
+                minima=None if self.minima is None else self.minima[part],
+            )
+
+
 if TYPE_CHECKING:
     # (layer, query [T, num_heads, D], key [T, num_kv_heads, D], value likewise) -> [T, num_heads, D]
     Attend = Callable[["AttentionLayer", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -80,6 +122,8 @@ class ModelInputs:
     attend: Attend  # writes the keys and values of a layer and attends to its cache
     inputs_embeds: torch.Tensor | None = None  # [T, H]; replaces the embedding of input_ids (encoder, pipeline)
     taps: tuple[str, ...] = ()  # tap points to return, from Network.tap_points
+    # AttentionBackend.host_parameters, for a step that replays a graph
+    host_parameters: Mapping[str, Sequence[Mapping[str, Any]]] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -117,19 +161,26 @@ class Network(abc.ABC):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> float32 [N, vocab_size]."""
 
+    def quantize(self, section: QuantizationSection) -> None:
+        """How `load_weights`, which comes later, is to keep matrices of each kind. Raises UnsupportedError when the
+        network keeps them in its dtype, which is what it does without this call."""
+        if section.uses - {"none"}:
+            raise UnsupportedError(f"model.quantization: {self.config.architecture} keeps its weights as they are")
+
     @abc.abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]]) -> None:
         """Fill the parameters from (checkpoint name, tensor) pairs; converts to the network's dtype.
 
         Raises WeightError naming every missing, unexpected and misshapen tensor; nothing is left at its initial value.
         """
 
-    def release(self) -> None:  # noqa: B027  most networks derive nothing
-        """Drop what was derived from the weights (packed copies) before they go; `load_weights` makes it again."""
+    def release(self) -> None:  # noqa: B027  a network of plain tensors keeps them: their memory is taken from them
+        """Drop the weights that kernels keep in a form of their own, before all memory goes; `load_weights` makes them
+        anew, elsewhere in memory."""
 
     @abc.abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `load_weights` fills, each tensor once; buffers that are computed (rope tables) are not among it."""
+        """All that it keeps of its weights, in whatever form, each tensor once; names are for messages."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -149,7 +200,7 @@ class ModelLoader(abc.ABC):
         """Raises ModelError when the source is missing or not understood."""
 
     @abc.abstractmethod
-    def weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
         """(Hugging Face name, tensor on the CPU) one by one; checks the files before the first one is handed out."""
 
     @abc.abstractmethod

@@ -6,6 +6,8 @@ import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import attrs
+
 if TYPE_CHECKING:
     from workerkit.framework.interfaces.batch import InputBatch
     from workerkit.framework.interfaces.model import ModelOutput
@@ -20,6 +22,29 @@ class Observer(abc.ABC):  # noqa: B024  an observer is known by its @hookimpl me
     def taps(self) -> Sequence[str]:
         """Tap points of the model that `forward_finished` should carry."""
         return ()
+
+
+@attrs.frozen
+class Phase:
+    """A stretch of time in which one thread was busy with one thing of a step."""
+
+    name: str
+    step: int  # 1 is the worker's first that scheduled tokens
+    begin: int  # ns of time.perf_counter_ns
+    end: int
+    thread: str
+
+
+class StepTimings(Observer):
+    """An observer that can be asked how long the phases of steps take."""
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Forget what was recorded, and record from now on."""
+
+    @abc.abstractmethod
+    def stop(self) -> tuple[Phase, ...]:
+        """Record no more. What was recorded, in the order in which it ended."""
 
 
 class StepHooks(abc.ABC):

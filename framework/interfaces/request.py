@@ -31,7 +31,7 @@ class NewRequest:
         return len(self.token_ids)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)  # one for each request and step: quicker to build
 class CachedRequest:
     """A request that the worker already holds."""
 

@@ -89,7 +89,15 @@ class ModelRunner(abc.ABC):
 
     @abc.abstractmethod
     def capture(self) -> None:
-        """Capture graphs."""
+        """Capture graphs; again after `release_graphs`."""
+
+    @abc.abstractmethod
+    def graph_memory(self) -> int:
+        """Bytes of the device that `capture` will take, estimated by capturing two graphs and forgetting them."""
+
+    @abc.abstractmethod
+    def release_graphs(self) -> None:
+        """Forget captured graphs: memory that they read is about to move."""
 
     @abc.abstractmethod
     def check_integrity(self) -> None:

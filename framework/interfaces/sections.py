@@ -13,6 +13,53 @@ def _positive_or_none(instance: object, attribute: attrs.Attribute[int | None], 
         raise ValueError(f"'{attribute.name}' must be >= 1 or null: {value}")
 
 
+Quantization = Literal["none", "keep", "int8", "w8a8"]
+
+
+@attrs.frozen(kw_only=True)
+class QuantizationSection:
+    """How matrices of each kind are kept. `none`: in model.dtype. `keep`: as the file has them, GGUF's Q4_0, Q4_1 and
+    Q8_0 packed, anything else in model.dtype. `int8`: rounded to 8 bits, with a scale for each output channel. `w8a8`:
+    likewise, and activations are rounded to 8 bits for each token in every product."""
+
+    default: Quantization = attrs.field(default="none", metadata={"doc": "for the kinds that are not named"})
+    attention: Quantization | None = attrs.field(
+        default=None, metadata={"doc": "projections to queries, keys and values, and back; null takes `default`"}
+    )
+    mlp: Quantization | None = attrs.field(
+        default=None, metadata={"doc": "projections of the MLP; null takes `default`"}
+    )
+    embedding: Quantization | None = attrs.field(
+        default=None, metadata={"doc": "embeddings, unless they are the head as well; null takes `default`"}
+    )
+    head: Quantization | None = attrs.field(
+        default=None, metadata={"doc": "the projection to logits; null takes `default`"}
+    )
+
+    def of(self, kind: str | None) -> Quantization:
+        """Of a kind of matrix; kinds that have no field are kept in model.dtype."""
+        return getattr(self, kind) or self.default if kind in _KINDS else "none"
+
+    @property
+    def kept(self) -> QuantizationSection:
+        """What it says of a draft, which is kept packed where the target is, and never rounded."""
+
+        def choice(kind: str) -> Quantization:
+            return "keep" if self.of(kind) == "keep" else "none"
+
+        return QuantizationSection(
+            attention=choice("attention"), mlp=choice("mlp"), embedding=choice("embedding"), head=choice("head")
+        )
+
+    @property
+    def uses(self) -> set[Quantization]:
+        """All that are chosen."""
+        return {self.of(kind) for kind in _KINDS}
+
+
+_KINDS = tuple(field.name for field in attrs.fields(QuantizationSection) if field.name != "default")
+
+
 @attrs.frozen(kw_only=True)
 class ModelSection:
     """Which model the worker serves."""
@@ -25,6 +72,10 @@ class ModelSection:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = attrs.field(
         default="auto",
         metadata={"doc": "type of weights, activations and KV cache; auto takes what the device prefers"},
+    )
+    quantization: QuantizationSection = attrs.field(
+        factory=QuantizationSection,
+        metadata={"doc": "how matrices are kept; a plain string is the default of all kinds"},
     )
     max_model_len: int | None = attrs.field(
         default=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from workerkit.framework.interfaces.kv_cache import KVLayout
@@ -17,8 +18,12 @@ class Later(Generic[T]):
     def __init__(self, get: Callable[[], T]) -> None:
         self._get = get
 
-    def __call__(self) -> T:
+    @cached_property
+    def _part(self) -> T:
         return self._get()
+
+    def __call__(self) -> T:
+        return self._part
 
 
 class KVStage(abc.ABC):

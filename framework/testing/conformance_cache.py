@@ -123,6 +123,15 @@ class BlockTablesConformance(Conformance):
                     assert slots[line] == held[position // b] * b + position % b
                 assert slots[len(rows) :] == [-1, -1]
 
+    def test_graphs_find_the_tables_of_each_step_where_the_last_ones_lay(self, part: Any) -> None:
+        part.add(0, [[3]])
+        first = self._gather(part, [0], [1])
+        part.append(0, [[5]])
+        second = self._gather(part, [0], [4])
+        for one, other in ((first.block_tables, second.block_tables), (first.slot_mappings, second.slot_mappings)):
+            assert [tensor.data_ptr() for tensor in one] == [tensor.data_ptr() for tensor in other]
+        assert first.block_tables[0][0, :2].tolist() == [3, 5]
+
     def test_more_blocks_than_a_row_holds_are_refused_and_change_nothing(self, part: Any, assembly: Assembly) -> None:
         width = assembly.worker.shape.max_model_len // assembly.worker.layout.kernel_block_size
         part.add(0, [[1] * width])

@@ -30,12 +30,13 @@ from workerkit.framework.interfaces.extensions import (
     PCPManager,
 )
 from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape, EncoderGraphManager, GraphManager
-from workerkit.framework.interfaces.kernels import OPS, KernelLibrary, Kernels
+from workerkit.framework.interfaces.kernels import OPS, KernelLibrary, Kernels, Program
 from workerkit.framework.interfaces.kv_cache import BatchTables, KVCaches
 from workerkit.framework.interfaces.model import LoadedModel, ModelInputs, ModelOutput
 from workerkit.framework.interfaces.observer import Observer
 from workerkit.framework.interfaces.request import ModelRunnerOutput, SchedulerOutput
 from workerkit.framework.interfaces.sampling import SamplerOutput
+from workerkit.framework.testing.fakes_graph import FakeGraphDevice
 from workerkit.framework.testing.fakes_model import FAKE_MODEL
 
 T = TypeVar("T")
@@ -57,7 +58,12 @@ class _Done(Pending[T]):
 
 
 class FakeDevice(DeviceRuntime):
-    """Host memory; work runs at once, on the calling thread."""
+    """Host memory; work runs at once, on the calling thread. Its graphs are recorded, see fakes_graph."""
+
+    captures_graphs = True
+
+    def __init__(self) -> None:
+        self.graph_device = FakeGraphDevice()
 
     @property
     def kind(self) -> str:
@@ -89,6 +95,9 @@ class FakeDevice(DeviceRuntime):
 
     def profiler_activities(self) -> tuple[Any, ...]:
         return (torch.profiler.ProfilerActivity.CPU,)
+
+    def graphs(self) -> FakeGraphDevice:
+        return self.graph_device
 
     def shutdown(self) -> None:
         """There is no stream to stop."""
@@ -143,11 +152,12 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class FakeKernels(Kernels):
-    """Every op is there and refuses to work."""
+    """Every op is there and refuses to work, but for the choice of the likeliest token, which a greedy step needs."""
 
     def __init__(self) -> None:
         for op in OPS:
             setattr(self, op, _refuse)
+        self.greedy_tokens = lambda logits: logits.argmax(dim=-1)
 
     @property
     def bindings(self) -> Mapping[str, str]:
@@ -155,6 +165,12 @@ class FakeKernels(Kernels):
 
     def prepare(self, context: DeviceContext) -> None:
         """There is nothing to load."""
+
+    def rank(self, op: str) -> int:
+        return 0
+
+    def record(self, function: Callable[[], T], num_rows: int, max_rows: int) -> tuple[Program, T]:
+        raise UnsupportedError("fake kernels cannot record their calls")
 
 
 class FakeKernelLibrary(KernelLibrary):
@@ -182,6 +198,10 @@ class FakeGraph(GraphManager):
     def __init__(self, config: FakeGraphConfig) -> None:
         self._multiple = config.multiple
 
+    @property
+    def cases(self) -> tuple[BatchDescriptor, ...]:
+        return (self.dispatch(BatchShape(num_tokens=1, num_reqs=1)),)
+
     def dispatch(self, shape: BatchShape) -> BatchDescriptor:
         m = self._multiple
         return BatchDescriptor(
@@ -190,13 +210,18 @@ class FakeGraph(GraphManager):
             num_reqs=-(-shape.num_reqs // m) * m,
         )
 
-    def capture(self, forward: Callable[[ModelInputs], ModelOutput]) -> None:
-        """There is nothing to capture."""
+    def capture(
+        self, desc: BatchDescriptor, forward: Callable[[ModelInputs], ModelOutput], inputs: ModelInputs
+    ) -> None:
+        forward(inputs)
 
     def run(
         self, desc: BatchDescriptor, forward: Callable[[ModelInputs], ModelOutput], inputs: ModelInputs
     ) -> ModelOutput:
         return forward(inputs)
+
+    def release(self) -> None:
+        """Nothing is kept."""
 
 
 class FakeEncoderGraph(EncoderGraphManager):

@@ -88,6 +88,12 @@ class FakeRunner(ModelRunner):
     def capture(self) -> None:
         """There are no graphs."""
 
+    def graph_memory(self) -> int:
+        return 0
+
+    def release_graphs(self) -> None:
+        """There are no graphs."""
+
     def check_integrity(self) -> None:
         """There are no blocks."""
 

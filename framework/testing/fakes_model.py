@@ -23,6 +23,7 @@ from workerkit.framework.interfaces.model import (
     ModelLoader,
     ModelOutput,
     Network,
+    QuantizedTensor,
     RopeConfig,
 )
 from workerkit.framework.interfaces.store import GGUFHeader, ModelStore, NamedModel
@@ -101,10 +102,11 @@ class FakeNetwork(Network):
         token = next_token(hidden[:, 2].long(), hidden[:, 1].long(), self._salt.long())
         return torch.nn.functional.one_hot(token, self.config.vocab_size).float() * 10
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]]) -> None:
         found = dict(weights)
         if set(found) != {"salt"}:
             raise WeightError(f"a fake network has the tensor salt, the checkpoint has {sorted(found)}")
+        assert isinstance(found["salt"], torch.Tensor)
         self._salt.copy_(found["salt"])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from workerkit.kernels.cpu.cache import reshape_and_cache
 from workerkit.kernels.cpu.logprobs import most_likely_tokens
 from workerkit.kernels.cpu.norm import fused_add_rms_norm, rms_norm
 from workerkit.kernels.cpu.penalties import apply_bad_words, apply_penalties
-from workerkit.kernels.cpu.projection import linear
+from workerkit.kernels.cpu.projection import embedding, linear
 from workerkit.kernels.cpu.rope import rotary_embedding
 from workerkit.kernels.cpu.sampling import uniform_from_seed
 from workerkit.kernels.cpu.softmax import compute_token_logprobs
@@ -19,6 +19,7 @@ from workerkit.kernels.cpu.truncation import apply_min_p, apply_top_k_top_p_npu,
 
 OPS: dict[str, Callable[..., Any]] = {
     "linear": linear,
+    "embedding": embedding,
     "rms_norm": rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm,
     "rotary_embedding": rotary_embedding,

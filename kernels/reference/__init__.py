@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from workerkit.kernels.reference.activation import silu_and_mul
+from workerkit.kernels.reference.activation import add, silu_and_mul
 from workerkit.kernels.reference.attention import decode_attention, paged_attention, prefill_attention
 from workerkit.kernels.reference.bitmask import apply_grammar_bitmask
 from workerkit.kernels.reference.cache import reshape_and_cache
 from workerkit.kernels.reference.logprobs import compute_token_logprobs, most_likely_tokens
 from workerkit.kernels.reference.norm import fused_add_rms_norm, rms_norm
 from workerkit.kernels.reference.penalties import apply_bad_words, apply_penalties
-from workerkit.kernels.reference.projection import linear
-from workerkit.kernels.reference.rope import rotary_embedding
-from workerkit.kernels.reference.sampling import sample_from_probs, uniform_from_seed
+from workerkit.kernels.reference.projection import embedding, linear
+from workerkit.kernels.reference.quantized import linear_q4, linear_q8, linear_w8, linear_w8a8
+from workerkit.kernels.reference.rope import rotary_cos_sin, rotary_embedding
+from workerkit.kernels.reference.sampling import greedy_tokens, sample_from_probs, sample_tokens, uniform_from_seed
 from workerkit.kernels.reference.truncation import (
     apply_min_p,
     apply_top_k_top_p_npu,
@@ -25,10 +26,17 @@ from workerkit.kernels.reference.verification import residual_probs
 
 OPS: dict[str, Callable[..., Any]] = {
     "linear": linear,
+    "embedding": embedding,
+    "linear_q4": linear_q4,
+    "linear_q8": linear_q8,
+    "linear_w8": linear_w8,
+    "linear_w8a8": linear_w8a8,
     "rms_norm": rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm,
+    "rotary_cos_sin": rotary_cos_sin,
     "rotary_embedding": rotary_embedding,
     "silu_and_mul": silu_and_mul,
+    "add": add,
     "reshape_and_cache": reshape_and_cache,
     "paged_attention": paged_attention,
     "decode_attention": decode_attention,
@@ -43,6 +51,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "compute_token_logprobs": compute_token_logprobs,
     "most_likely_tokens": most_likely_tokens,
     "uniform_from_seed": uniform_from_seed,
+    "greedy_tokens": greedy_tokens,
+    "sample_tokens": sample_tokens,
     "sample_from_probs": sample_from_probs,
     "residual_probs": residual_probs,
 }

@@ -1,4 +1,4 @@
-"""Gated activations."""
+"""Gated activations, and sums."""
 
 from __future__ import annotations
 
@@ -9,3 +9,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """[T, 2 I] -> [T, I]: silu(x[:, :I]) * x[:, I:]."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[T, H] each -> their sum."""
+    return a + b

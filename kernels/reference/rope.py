@@ -18,3 +18,11 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [T, Nq, D], key [T, Nk, D], cos and sin [T, rotary_dim // 2]; rotates pairs (i, i + rotary_dim / 2)."""
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def rotary_cos_sin(
+    positions: torch.Tensor, inv_freq: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions [T] int64, inv_freq [half] float32 -> cos and sin of their products, times scaling, [T, half] each."""
+    angles = positions[:, None].float() * inv_freq
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)

@@ -37,6 +37,21 @@ def uniform_from_seed(seeds: torch.Tensor, positions: torch.Tensor, stream: int)
     return (_shift_right(mixed, 12).double() + 0.5) * 2.0**-52  # odd multiples of 2^-53: neither 0 nor 1
 
 
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [N, V] -> [N] int64: the first of the largest logits; -1 where that is not a number, or infinite."""
+    largest, tokens = logits.max(dim=-1)
+    return tokens.masked_fill_(~largest.isfinite(), -1)
+
+
+def sample_tokens(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """float32 [N, V], uniform [N] float64 -> [N] int64, drawn from the softmax by inverse CDF; -1 where the largest
+    logit is not a number, or infinite."""
+    probs = logits.softmax(dim=-1)
+    tokens = sample_from_probs(probs, uniform)
+    # Where the largest logit is infinite or not a number, all of the row's probabilities are not numbers.
+    return tokens.masked_fill_(~probs[:, 0].isfinite(), -1)
+
+
 def sample_from_probs(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse CDF. probs [N, V] float32 (rows need not be normalised), uniform [N] -> [N] int64; never a token of
     probability 0. A row without any mass, or with NaN, yields some id below V.

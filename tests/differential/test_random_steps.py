@@ -154,6 +154,8 @@ def build(registry, case, runner, asynchronous=False, tables=None):
                 "runner": runner,
                 "loader": loader,
                 "attention": "half_blocks" if case.half_blocks else "auto",
+                # Every third scenario without native kernels, where there are some.
+                "kernels": ["cpu", "reference"] if case.seed % 3 == 0 else "auto",
                 "scheduler": {"use": "continuous", "async_scheduling": asynchronous, "policy": case.policy},
                 "tokenizer": "letters",
                 **({"block_table": tables} if tables else {}),

@@ -264,6 +264,22 @@ def test_the_short_form_of_a_section_merges_like_the_long_one(tmp_path: Path) ->
     }
 
 
+def test_the_short_form_of_a_section_inside_another(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        top="extends: base.yaml\nmodel: {quantization: keep}",
+        base="model: {source: x, quantization: {head: none}}",
+    )
+    expected = {"source": "x", "quantization": {"head": "none", "default": "keep"}}
+    assert config.read_file(path) == {"model": expected}
+    assert config.with_overrides({"model": {"quantization": "keep"}}, {"model.quantization.head": "int8"}) == {
+        "model": {"quantization": {"default": "keep", "head": "int8"}}
+    }
+    assert config.with_overrides({"model": "x"}, {"model.quantization": "w8a8"}) == {
+        "model": {"source": "x", "quantization": {"default": "w8a8"}}
+    }
+
+
 # ---- strict structuring
 
 

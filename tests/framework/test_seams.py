@@ -146,8 +146,8 @@ def test_order_of_a_workers_start(workerkit_registry, runner, worker):
         "model.load",
         "loader.read_config",
         "model_library.build",
-        "attention.prepare",
         "kernels.prepare",
+        "attention.prepare",
         "loader.weights",
         "draft.load",
         "kv_cache.plan",
@@ -370,6 +370,14 @@ def test_a_captured_size_pads_the_batch_and_changes_no_token(start, runner):
     assert w.one("parallel.agree").args["desc"] == desc
     assert w.one("pcp.partition").args["desc"] == desc
     assert w.one("graph.run").args["desc"] == desc
+    for name in ("model_state.extras_captured", "attention.build_captured"):
+        assert w.one(name).args["desc"] == desc
+    assert w.one("attention.build_captured").args["extras"] == {"fake": 2}
+    assert w.recorder.names("model_state.extras_captured", "attention.build_captured", "attention.host_parameters") == [
+        "model_state.extras_captured",
+        "attention.build_captured",
+        "attention.host_parameters",
+    ]
     batch, tables = (w.one("pcp.partition").args[name] for name in ("batch", "tables"))
     assert batch.input_ids.shape == batch.positions.shape == (16,)
     assert tables.slot_mappings[0].shape == (16,)
@@ -387,6 +395,7 @@ def test_input_embeddings_of_the_encoder_reach_the_model(start, runner):
     out = w.step(prefill(new("a")))
     inputs = w.one("network.forward").args["inputs"]
     assert torch.equal(inputs.inputs_embeds, w.one("encoder.embed").result)
+    assert w.recorder.of("graph.run") == [], "graphs begin with the embedding of ids"
     assert out.sampled_token_ids == (tuple(fake_tokens(PROMPT, 1)),)
 
 

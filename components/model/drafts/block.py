@@ -7,17 +7,19 @@ see the context and the whole block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import attrs
 import torch
 
-from workerkit.components.layers.linear import Linear
+from workerkit.components.layers.linear import Linear, MergedLinear
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
+from workerkit.components.layers.weights import Destination, destination
 from workerkit.components.model.decoder import DecoderLayer, make_attention_layers
 from workerkit.components.model.drafts.block_config import MASK_FIELDS, check_config, mask_token_id, target_layer_ids
+from workerkit.components.model.drafts.eagle import layer_tensors
 from workerkit.components.model.drafts.head import DraftModule, flag, integer
 from workerkit.components.model.drafts.markov import MarkovHead
 from workerkit.framework.interfaces.draft import BlockDraft
@@ -29,6 +31,27 @@ if TYPE_CHECKING:
     from workerkit.framework.interfaces.draft import WriteKV
 
 MASK, CONFIDENCE, CONFIDENCE_BIAS = "mask_embedding", "confidence_head.proj.weight", "confidence_head.proj.bias"
+
+
+class BlockLayer(DecoderLayer):
+    """Keys and values have a matrix of their own: of the context they alone are wanted."""
+
+    def __init__(
+        self, config: ModelConfig, layer: AttentionLayer, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, layer, kernels, dtype, device)
+        del self.qkv_proj
+        hidden, bias = config.hidden_size, config.qkv_bias
+        query_size, key_size, value_size = self.split
+        self.q_proj = Linear("q_proj", hidden, query_size, bias, kernels, dtype, device, "attention")
+        key_value = {"k_proj": key_size, "v_proj": value_size}
+        self.kv_proj = MergedLinear(hidden, key_value, bias, kernels, dtype, device, "attention")
+
+    def projections(self) -> Sequence[MergedLinear]:
+        return self.q_proj, self.kv_proj
+
+    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self.q_proj(x), *self.kv_proj(x).chunk(2, dim=-1)
 
 
 class DFlashDraftModel(DraftModule, BlockDraft):
@@ -55,12 +78,11 @@ class DFlashDraftModel(DraftModule, BlockDraft):
         self.fc = Linear("fc", features_size, hidden, False, kernels, dtype, device)
         self.hidden_norm = RMSNorm(hidden, eps, kernels, dtype, device)
         self.layers = torch.nn.ModuleList(
-            DecoderLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
+            BlockLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
         )
         self.norm = RMSNorm(hidden, eps, kernels, dtype, device)
-        self.rotary = RotaryEmbedding(config.rope, dtype, device)
+        self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
         self.mask_embedding: torch.nn.Parameter | None = None
-        self.context_product: Callable[[torch.Tensor], torch.Tensor]  # keys and values of all layers
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -87,10 +109,9 @@ class DFlashDraftModel(DraftModule, BlockDraft):
     ) -> None:
         context = self.hidden_norm(self.fc(features))
         cos, sin = self.rotary(positions, rope_lens)
-        shape = (len(self._attention_layers), 2, self.config.num_key_value_heads, self.config.head_dim)
-        merged = self.context_product(context).view(-1, *shape)
-        for index, layer in enumerate(self._layers()):
-            key, value = merged[:, index].unbind(1)
+        shape = (len(context), 2, self.config.num_key_value_heads, self.config.head_dim)
+        for layer in self._layers():
+            key, value = layer.kv_proj(context).view(shape).unbind(1)
             if layer.k_norm is not None:
                 key = layer.k_norm(key)
             key, _ = self.kernels.rotary_embedding(key, key[:, :0], cos, sin)
@@ -112,16 +133,13 @@ class DFlashDraftModel(DraftModule, BlockDraft):
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
-    def required_tensors(self) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = super().required_tensors()
+    def required_tensors(self) -> dict[str, Destination]:
+        tensors = super().required_tensors() | self.fc.destinations()
         tensors |= {
-            "fc.weight": self.fc.weight,
-            "hidden_norm.weight": self.hidden_norm.weight,
-            "norm.weight": self.norm.weight,
+            "hidden_norm.weight": destination(self.hidden_norm.weight),
+            "norm.weight": destination(self.norm.weight),
         }
-        for index, layer in enumerate(self._layers()):
-            tensors |= {f"layers.{index}.{name}": view for name, view in layer.checkpoint_tensors().items()}
-        return tensors
+        return tensors | layer_tensors(self.layers)
 
     def optional_shapes(self) -> dict[str, Sequence[tuple[int, ...]]]:
         return {**super().optional_shapes(), MASK: [(self.config.hidden_size,)]}
@@ -143,19 +161,8 @@ class DFlashDraftModel(DraftModule, BlockDraft):
         old.copy_(new)
         return old
 
-    def bind(self) -> None:
-        super().bind()
-        # q_proj's rows come first and are of no use for the context
-        weights = [layer.qkv_proj.weight[layer.split[0] :] for layer in self._layers()]
-        biases = [bias[layer.split[0] :] for layer in self._layers() if (bias := layer.qkv_proj.bias) is not None]
-        self.context_product = self.kernels.linear(torch.cat(weights), torch.cat(biases) if biases else None)
-
-    def release(self) -> None:
-        super().release()
-        del self.context_product
-
-    def _layers(self) -> Iterator[DecoderLayer]:
-        return (cast(DecoderLayer, layer) for layer in self.layers)
+    def _layers(self) -> Iterator[BlockLayer]:
+        return (cast(BlockLayer, layer) for layer in self.layers)
 
 
 class DSparkDraftModel(DFlashDraftModel):
@@ -193,11 +200,10 @@ class DSparkDraftModel(DFlashDraftModel):
             scores = scores + self.confidence_bias.float()
         return scores.sigmoid()
 
-    def required_tensors(self) -> dict[str, torch.Tensor]:
+    def required_tensors(self) -> dict[str, Destination]:
         tensors = super().required_tensors()
         if self.markov_head is not None:
-            heads = self.markov_head.checkpoint_tensors()
-            tensors |= {f"markov_head.{name}": tensor for name, tensor in heads.items()}
+            tensors |= {f"markov_head.{name}": place for name, place in self.markov_head.destinations().items()}
         return tensors
 
     def optional_shapes(self) -> dict[str, Sequence[tuple[int, ...]]]:

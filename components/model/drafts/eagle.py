@@ -12,6 +12,7 @@ import torch
 from workerkit.components.layers.linear import Linear
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
+from workerkit.components.layers.weights import Destination, destination
 from workerkit.components.model.decoder import DecoderLayer, check_numbers, make_attention_layers
 from workerkit.components.model.drafts.head import DraftModule, field, flag, integer
 from workerkit.framework.errors import ModelError
@@ -49,7 +50,7 @@ class Eagle(DraftModule, HiddenDraft):
             DecoderLayer(config, layer, kernels, dtype, device, has_input_norm=layer.index > 0)
             for layer in self._attention_layers
         )
-        self.rotary = RotaryEmbedding(config.rope, dtype, device)
+        self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -83,16 +84,15 @@ class Eagle(DraftModule, HiddenDraft):
         state = x + residual
         return state, state
 
-    def required_tensors(self) -> dict[str, torch.Tensor]:
-        tensors = super().required_tensors() | {"fc.weight": self.fc.weight}
+    def required_tensors(self) -> dict[str, Destination]:
+        tensors = super().required_tensors() | {"fc.weight": self.fc.destinations()["fc.weight"]}
         for name in ("embedding_layernorm", "hidden_states_layernorm"):
             if (norm := getattr(self, name)) is not None:
-                tensors[f"{name}.weight"] = norm.weight
+                tensors[f"{name}.weight"] = destination(norm.weight)
         return tensors | layer_tensors(self.layers)
 
-    def zeroed_tensors(self) -> dict[str, torch.Tensor]:
-        assert self.fc.bias is not None
-        return {"fc.bias": self.fc.bias}
+    def zeroed_tensors(self) -> dict[str, Destination]:
+        return {"fc.bias": self.fc.destinations()["fc.bias"]}
 
     def canonical_name(self, name: str) -> str | None:
         name = name.removeprefix("model.")
@@ -122,8 +122,8 @@ class Eagle3Layer(DecoderLayer):
         residual = normed if self.norm_before_residual else hidden.clone()  # it is worked on in place
         return self.after_norm(x, residual, cos, sin, attend)
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        return super().checkpoint_tensors() | {"hidden_norm.weight": self.hidden_norm.weight}
+    def destinations(self) -> dict[str, Destination]:
+        return super().destinations() | {"hidden_norm.weight": destination(self.hidden_norm.weight)}
 
 
 class Eagle3(DraftModule, HiddenDraft):
@@ -161,7 +161,7 @@ class Eagle3(DraftModule, HiddenDraft):
         )
         self.norm = RMSNorm(hidden, eps, kernels, dtype, device)
         self.norm_output = flag(config, "norm_output")
-        self.rotary = RotaryEmbedding(config.rope, dtype, device)
+        self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -200,13 +200,13 @@ class Eagle3(DraftModule, HiddenDraft):
         normed, stream = self.norm.add(x, residual)
         return normed, normed if self.norm_output else stream
 
-    def required_tensors(self) -> dict[str, torch.Tensor]:
-        tensors = super().required_tensors() | {"fc.weight": self.fc.weight, "norm.weight": self.norm.weight}
+    def required_tensors(self) -> dict[str, Destination]:
+        tensors = super().required_tensors() | self.fc.destinations() | {"norm.weight": destination(self.norm.weight)}
         if self.input_norm is not None:
-            tensors["input_norm.weight"] = self.input_norm.weight
+            tensors["input_norm.weight"] = destination(self.input_norm.weight)
         for index, norm in enumerate(self.fc_norm or ()):
             assert isinstance(norm, RMSNorm)
-            tensors[f"fc_norm.{index}.weight"] = norm.weight
+            tensors[f"fc_norm.{index}.weight"] = destination(norm.weight)
         return tensors | layer_tensors(self.layers)
 
     def canonical_name(self, name: str) -> str | None:
@@ -216,12 +216,12 @@ class Eagle3(DraftModule, HiddenDraft):
         return super().canonical_name(name)
 
 
-def layer_tensors(layers: torch.nn.ModuleList) -> dict[str, torch.Tensor]:
-    """Checkpoint name from `layers.` on -> tensor to fill."""
-    tensors: dict[str, torch.Tensor] = {}
+def layer_tensors(layers: torch.nn.ModuleList) -> dict[str, Destination]:
+    """Checkpoint name from `layers.` on -> where the tensor goes."""
+    tensors: dict[str, Destination] = {}
     for index, layer in enumerate(layers):
         assert isinstance(layer, DecoderLayer)
-        tensors |= {f"layers.{index}.{name}": view for name, view in layer.checkpoint_tensors().items()}
+        tensors |= {f"layers.{index}.{name}": place for name, place in layer.destinations().items()}
     return tensors
 
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from workerkit.components.layers.embedding import Embedding
 from workerkit.components.layers.linear import Linear
-from workerkit.components.model.checkpoint import CheckpointNetwork, matrix
+from workerkit.components.layers.weights import Destination, destination
+from workerkit.components.model.checkpoint import CheckpointNetwork
 from workerkit.framework.errors import IntegrityError, ModelError
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.model import ModelConfig, ModelInputs, ModelOutput
 
-EMBEDDING, HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
+EMBEDDING, HEAD, OFFSETS = "embed_tokens", "lm_head", "d2t"
 # Of use in training only: which target tokens have a draft id, and copies of the target's tensors.
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -60,8 +62,10 @@ class DraftModule(CheckpointNetwork):
                 f"{config.architecture}: draft_vocab_size {self.draft_vocab_size} is more than "
                 f"vocab_size {config.vocab_size}"
             )
-        self.embed_tokens: torch.nn.Parameter | None = None
-        self.lm_head: Linear | None = None
+        hidden = config.hidden_size
+        self.embed_tokens = Embedding(self.prefix + EMBEDDING, config.vocab_size, hidden, kernels, dtype, device)
+        self.lm_head = Linear(self.prefix + HEAD, hidden, self.draft_vocab_size, False, kernels, dtype, device)
+        self._has_embeddings = self._has_head = False  # the checkpoint decides
         self._target_ids: torch.Tensor | None
         self.register_buffer("_target_ids", None)
 
@@ -75,53 +79,49 @@ class DraftModule(CheckpointNetwork):
 
     @property
     def has_embeddings(self) -> bool:
-        return self.embed_tokens is not None
+        return self._has_embeddings
 
     @property
     def has_head(self) -> bool:
-        return self.lm_head is not None
+        return self._has_head
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self.embed_tokens is None:
+        if not self._has_embeddings:
             raise IntegrityError(f"{self.config.architecture} has no embeddings of its own: use the target's")
-        return torch.nn.functional.embedding(input_ids, self.embed_tokens)
+        return self.embed_tokens.rows(input_ids)
 
     def forward(self, inputs: ModelInputs) -> ModelOutput:
         raise IntegrityError(f"{self.config.architecture} is a draft: it has no forward pass of its own")
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.lm_head is None:
+        if not self._has_head:
             raise IntegrityError(f"{self.config.architecture} has no head of its own: use the target's")
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits.float()
+        return self.lm_head.logits(hidden)
 
-    def required_tensors(self) -> dict[str, torch.Tensor]:
+    def required_tensors(self) -> dict[str, Destination]:
         """Of the own vocabulary; the network adds its layers'."""
         if self.draft_vocab_size == self.config.vocab_size:
             return {}
-        return {self.prefix + HEAD: self._add_head().weight, self.prefix + OFFSETS: self._add_target_ids()}
+        return self.lm_head.destinations() | {self.prefix + OFFSETS: destination(self._add_target_ids())}
+
+    def optional_tensors(self) -> dict[str, Destination]:
+        own = self.embed_tokens.destinations()
+        return own | self.lm_head.destinations() if self.draft_vocab_size == self.config.vocab_size else own
 
     def optional_shapes(self) -> dict[str, Sequence[tuple[int, ...]]]:
-        vocab_size, hidden = self.config.vocab_size, self.config.hidden_size
-        shapes: dict[str, Sequence[tuple[int, ...]]] = {self.prefix + EMBEDDING: [(vocab_size, hidden)]}
-        if self.draft_vocab_size == vocab_size:
-            shapes |= {self.prefix + HEAD: [(vocab_size, hidden)], self.prefix + OFFSETS: [(vocab_size,)]}
-        return shapes
+        same = self.draft_vocab_size == self.config.vocab_size
+        return {self.prefix + OFFSETS: [(self.draft_vocab_size,)]} if same else {}
 
     def take(self, found: Mapping[str, torch.Tensor]) -> list[str]:
-        # The memory is taken the first time, and filled again later.
-        if (embedding := found.get(self.prefix + EMBEDDING)) is not None:
-            if self.embed_tokens is None:
-                self.embed_tokens = matrix(len(embedding), embedding.shape[1], self.dtype, self.device)
-            self.embed_tokens.copy_(embedding)
-        if (head := found.get(self.prefix + HEAD)) is not None:
-            self._add_head().weight.copy_(head)
+        self._has_embeddings = self.embed_tokens.matrix is not None
+        self._has_head = self.lm_head.matrix is not None
         if (offsets := found.get(self.prefix + OFFSETS)) is not None and offsets.any():
             self._add_target_ids().copy_(offsets)
         if self._target_ids is None:
             return []
-        if self.lm_head is None:
-            return [f"{self.prefix}{OFFSETS} without {self.prefix}{HEAD}: the target's head knows no draft vocabulary"]
+        if not self._has_head:
+            own, head = self.prefix + OFFSETS, self.prefix + HEAD
+            return [f"{own} without {head}.weight: the target's head knows no draft vocabulary"]
         self._target_ids += torch.arange(self.draft_vocab_size, device=self.device)
         return unusable_ids(self.prefix + OFFSETS, self._target_ids, self.config.vocab_size)
 
@@ -129,13 +129,8 @@ class DraftModule(CheckpointNetwork):
         name = name.removeprefix("model.")
         return None if name in UNUSED else super().canonical_name(name)
 
-    def _add_head(self) -> Linear:
-        if self.lm_head is None:
-            size = self.config.hidden_size
-            self.lm_head = Linear("lm_head", size, self.draft_vocab_size, False, self.kernels, self.dtype, self.device)
-        return self.lm_head
-
     def _add_target_ids(self) -> torch.Tensor:
+        """Memory is taken the first time, and filled again later."""
         if self._target_ids is None:
             self._target_ids = torch.empty(self.draft_vocab_size, dtype=torch.int64, device=self.device)
         return self._target_ids

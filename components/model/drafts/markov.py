@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from workerkit.components.layers.embedding import Embedding
 from workerkit.components.layers.linear import Linear
+from workerkit.components.layers.weights import Destination
 from workerkit.framework.errors import ModelError, did_you_mean
 from workerkit.framework.interfaces.kernels import Kernels
 
@@ -32,9 +34,7 @@ class MarkovHead(torch.nn.Module):
         if kind not in KINDS:
             raise ModelError(f"markov_head_type {kind!r} is not known; {did_you_mean(kind, KINDS)}")
         self.rank = rank
-        self.markov_w1 = torch.nn.Parameter(
-            torch.empty(vocab_size, rank, dtype=dtype, device=device), requires_grad=False
-        )
+        self.markov_w1 = Embedding("markov_w1", vocab_size, rank, kernels, dtype, device)
         self.markov_w2 = Linear("markov_w2", rank, draft_vocab_size, False, kernels, dtype, device)
         self.gate_proj: Linear | None = None
         self.joint_proj: Linear | None = None
@@ -45,7 +45,7 @@ class MarkovHead(torch.nn.Module):
 
     def embed(self, previous: torch.Tensor) -> torch.Tensor:
         """Ids of the target [R] -> [R, r]."""
-        return torch.nn.functional.embedding(previous, self.markov_w1)
+        return self.markov_w1.rows(previous)
 
     def forward(
         self, previous: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -59,12 +59,12 @@ class MarkovHead(torch.nn.Module):
             gate, new, out = self.joint_proj(torch.cat((state, embeds, hidden), dim=-1)).chunk(3, dim=-1)
             state = torch.lerp(new.tanh(), state, gate.sigmoid())
             embeds = out.tanh()
-        return self.markov_w2(embeds).float(), state
+        return self.markov_w2.logits(embeds), state
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name below `markov_head.` -> the tensor to fill."""
-        tensors: dict[str, torch.Tensor] = {"markov_w1.weight": self.markov_w1}
-        for linear in (self.markov_w2, self.gate_proj, self.joint_proj):
+    def destinations(self) -> dict[str, Destination]:
+        """Checkpoint name below `markov_head.` -> where the tensor goes."""
+        tensors: dict[str, Destination] = {}
+        for linear in (self.markov_w1, self.markov_w2, self.gate_proj, self.joint_proj):
             if linear is not None:
-                tensors |= linear.checkpoint_tensors()
+                tensors |= linear.destinations()
         return tensors

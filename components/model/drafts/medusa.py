@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from workerkit.components.layers.linear import Linear
+from workerkit.components.layers.weights import Destination, destination
 from workerkit.components.model.checkpoint import CheckpointNetwork
 from workerkit.components.model.drafts.head import flag, integer, unusable_ids
 from workerkit.framework.errors import IntegrityError, ModelError
@@ -44,13 +45,14 @@ class Medusa(CheckpointNetwork, HeadsDraft):
             )
         self.blocks = torch.nn.ModuleList(
             torch.nn.ModuleList(
-                Linear("layer", hidden, hidden, True, kernels, dtype, device) for _ in range(self.num_layers)
+                Linear(f"blocks.{head}.layers.{layer}", hidden, hidden, True, kernels, dtype, device)
+                for layer in range(self.num_layers)
             )
-            for _ in range(self._num_heads)
+            for head in range(self._num_heads)
         )
         self.heads = torch.nn.ModuleList(
-            Linear("head", hidden, draft_vocab_size, False, kernels, dtype, device)
-            for _ in range(1 if flag(config, "original_lm_head") else self._num_heads)
+            Linear(f"lm_heads.{head}", hidden, draft_vocab_size, False, kernels, dtype, device)
+            for head in range(1 if flag(config, "original_lm_head") else self._num_heads)
         )
         self._target_ids: torch.Tensor | None
         ids = torch.empty(draft_vocab_size, dtype=torch.int64, device=device)
@@ -89,8 +91,7 @@ class Medusa(CheckpointNetwork, HeadsDraft):
         assert isinstance(block, torch.nn.ModuleList)
         for layer in block:
             hidden = hidden + torch.nn.functional.silu(layer(hidden))
-        logits: torch.Tensor = self.heads[min(head, len(self.heads) - 1)](hidden)
-        return logits.float()
+        return self._linear(self.heads)[min(head, len(self.heads) - 1)].logits(hidden)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise IntegrityError("Medusa reads no tokens")
@@ -101,23 +102,24 @@ class Medusa(CheckpointNetwork, HeadsDraft):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         raise IntegrityError("Medusa has a head for each token ahead: see head_logits")
 
-    def required_tensors(self) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        for index, head in enumerate(self._linear(self.heads)):
-            tensors[f"lm_heads.{index}.weight"] = head.weight
-        for index, block in enumerate(self.blocks):
-            for j, layer in enumerate(self._linear(block)):
-                tensors[f"blocks.{index}.layers.{j}.weight"] = layer.weight
+    def required_tensors(self) -> dict[str, Destination]:
+        tensors: dict[str, Destination] = {}
+        for head in self._linear(self.heads):
+            tensors |= head.destinations()
+        tensors |= {name: place for name, place in self._block_tensors().items() if name.endswith("weight")}
         if self._target_ids is not None:
-            tensors["token_map"] = self._target_ids
+            tensors["token_map"] = destination(self._target_ids)
         return tensors
 
-    def zeroed_tensors(self) -> dict[str, torch.Tensor]:
+    def zeroed_tensors(self) -> dict[str, Destination]:
+        return {name: place for name, place in self._block_tensors().items() if name.endswith("bias")}
+
+    def _block_tensors(self) -> dict[str, Destination]:
         return {
-            f"blocks.{index}.layers.{j}.bias": layer.bias
-            for index, block in enumerate(self.blocks)
-            for j, layer in enumerate(self._linear(block))
-            if layer.bias is not None
+            name: place
+            for block in self.blocks
+            for layer in self._linear(block)
+            for name, place in layer.destinations().items()
         }
 
     def take(self, found: Mapping[str, torch.Tensor]) -> list[str]:

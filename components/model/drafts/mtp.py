@@ -14,6 +14,7 @@ import torch
 from workerkit.components.layers.linear import Linear
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
+from workerkit.components.layers.weights import Destination, destination
 from workerkit.components.model.decoder import DecoderLayer, check_numbers, make_attention_layers
 from workerkit.components.model.drafts.eagle import layer_tensors
 from workerkit.components.model.drafts.head import DraftModule, integer
@@ -58,7 +59,7 @@ class MTP(DraftModule, HiddenDraft):
             DecoderLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
         )
         self.norm = RMSNorm(hidden, eps, kernels, dtype, device)
-        self.rotary = RotaryEmbedding(config.rope, dtype, device)
+        self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -85,14 +86,14 @@ class MTP(DraftModule, HiddenDraft):
         state, _ = self.norm.add(x, residual)
         return state, state
 
-    def required_tensors(self) -> dict[str, torch.Tensor]:
+    def required_tensors(self) -> dict[str, Destination]:
         own = {
-            "fc.weight": self.fc.weight,
-            "pre_fc_norm_embedding.weight": self.pre_fc_norm_embedding.weight,
-            "pre_fc_norm_hidden.weight": self.pre_fc_norm_hidden.weight,
-            "norm.weight": self.norm.weight,
-        } | layer_tensors(self.layers)
-        return super().required_tensors() | {self.prefix + name: tensor for name, tensor in own.items()}
+            "pre_fc_norm_embedding.weight": destination(self.pre_fc_norm_embedding.weight),
+            "pre_fc_norm_hidden.weight": destination(self.pre_fc_norm_hidden.weight),
+            "norm.weight": destination(self.norm.weight),
+        }
+        own |= self.fc.destinations() | layer_tensors(self.layers)
+        return super().required_tensors() | {self.prefix + name: place for name, place in own.items()}
 
     def take(self, found: Mapping[str, torch.Tensor]) -> list[str]:
         for norm in self.modules():

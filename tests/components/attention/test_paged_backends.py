@@ -6,6 +6,7 @@ import torch
 
 from workerkit.components.attention.cpu import CpuAttention
 from workerkit.components.attention.reference import ReferenceAttention
+from workerkit.components.attention.sdpa import SdpaAttention
 from workerkit.components.kernels.ordered import OrderedKernels
 from workerkit.components.loader.random import RandomLoader, RandomLoaderConfig
 from workerkit.components.model.library import NativeLibrary
@@ -29,6 +30,7 @@ BACKENDS = {
     "cpu": lambda: CpuAttention(KERNELS),
     "cpu over reference kernels": lambda: CpuAttention(PLAIN),
     "reference": lambda: ReferenceAttention(PLAIN),
+    "sdpa": lambda: SdpaAttention(PLAIN),
 }
 BLOCK = 4
 

@@ -10,7 +10,7 @@ import torch
 from workerkit.components.block_table.ascend import AscendBlockTables
 from workerkit.components.block_table.multi_group import MultiGroupBlockTable
 from workerkit.components.block_table.reference import ReferenceBlockTables
-from workerkit.components.input_batch.layout import AscendInputBuffers, dummy_plan, lay_out
+from workerkit.components.input_batch.layout import AscendInputBuffers, dummy_plan
 from workerkit.framework.errors import CacheError, IntegrityError
 from workerkit.framework.interfaces.batch import BatchPlan
 from workerkit.framework.interfaces.device import DeviceContext
@@ -47,14 +47,14 @@ def batch_of(rows, shape=SHAPE, num_reqs=None, num_tokens=None):
     )
     desc = BatchDescriptor(num_tokens=num_tokens or plan.num_tokens, num_reqs=num_reqs or plan.num_reqs)
     buffers = AscendInputBuffers(shape, CONTEXT.device)
-    return buffers.fill_from_host(plan, desc, lay_out(plan), np.zeros(plan.num_tokens, np.int64))
+    return buffers.fill_from_host(plan, desc, np.broadcast_to(0, (plan.num_reqs, shape.max_model_len)))
 
 
 def dummy_batch(num_tokens, num_reqs):
     plan = dummy_plan(num_tokens, num_reqs, SHAPE)
     desc = BatchDescriptor(num_tokens=num_tokens, num_reqs=num_reqs)
     buffers = AscendInputBuffers(SHAPE, CONTEXT.device)
-    return buffers.fill_from_host(plan, desc, lay_out(plan), np.zeros(num_tokens, np.int64), is_dummy=True)
+    return buffers.fill_from_host(plan, desc, np.broadcast_to(0, (num_reqs, num_tokens)), is_dummy=True)
 
 
 def sync(tables):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from workerkit.components.kernels.ordered import OrderedKernels
 from workerkit.components.layers.rope import (
     RotaryEmbedding,
     attention_scaling,
@@ -13,8 +14,10 @@ from workerkit.components.layers.rope import (
 )
 from workerkit.framework.errors import ModelError
 from workerkit.framework.interfaces.model import RopeConfig
+from workerkit.plugins.builtin_kernels import ReferenceKernels
 
 CPU = torch.device("cpu")
+KERNELS = OrderedKernels((ReferenceKernels(),))
 NAMES = {"theta": "rope_theta", "original_max_position": "original_max_position_embeddings"}
 CASES = [
     {"rope_type": "linear", "factor": 4.0},
@@ -54,7 +57,7 @@ def test_equal_to_transformers(values, partial):
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope.rope_type](hf, CPU)
     torch.testing.assert_close(inverse_frequencies(rope), inv_freq, atol=0, rtol=1e-6)
     assert attention_scaling(rope) == pytest.approx(scaling, abs=1e-12)
-    cos, sin = RotaryEmbedding(rope, torch.float32, CPU)(torch.arange(50), torch.arange(50))
+    cos, sin = RotaryEmbedding(rope, KERNELS, torch.float32, CPU)(torch.arange(50), torch.arange(50))
     angles = torch.arange(50)[:, None].float() * inv_freq
     torch.testing.assert_close(cos, angles.cos() * scaling, atol=1e-5, rtol=0)
     torch.testing.assert_close(sin, angles.sin() * scaling, atol=1e-5, rtol=0)
@@ -77,8 +80,8 @@ def test_b67_yarn_attention_scaling(values, right):
 
 
 def test_b80_linear_divides_the_position():
-    plain = RotaryEmbedding(RopeConfig(rotary_dim=16), torch.float32, CPU)
-    linear = RotaryEmbedding(RopeConfig(rope_type="linear", factor=4.0, rotary_dim=16), torch.float32, CPU)
+    plain = RotaryEmbedding(RopeConfig(rotary_dim=16), KERNELS, torch.float32, CPU)
+    linear = RotaryEmbedding(RopeConfig(rope_type="linear", factor=4.0, rotary_dim=16), KERNELS, torch.float32, CPU)
     positions = torch.arange(0, 64, 4)
     for got, expected in zip(linear(positions, positions), plain(positions // 4, positions), strict=True):
         torch.testing.assert_close(got, expected)
@@ -95,20 +98,20 @@ def test_b166_dynamic_base_of_each_context_length():
 def test_b166_dynamic_depends_on_the_tokens_own_context_only():
     """Chunks give what the whole prompt gives, and a long request leaves nothing behind for a short one."""
     rope = RopeConfig(rope_type="dynamic", rotary_dim=8, factor=2.0, original_max_position=8)
-    embedding = RotaryEmbedding(rope, torch.float32, CPU)
+    embedding = RotaryEmbedding(rope, KERNELS, torch.float32, CPU)
     positions, lens = torch.arange(20), torch.full((20,), 20)
     whole = embedding(positions, lens)
     chunks = [embedding(positions[a:b], lens[a:b]) for a, b in ((0, 7), (7, 8), (8, 20))]
     for i in range(2):
         assert torch.equal(torch.cat([chunk[i] for chunk in chunks]), whole[i])
     short = embedding(torch.arange(5), torch.full((5,), 5))
-    plain = RotaryEmbedding(RopeConfig(rotary_dim=8), torch.float32, CPU)(torch.arange(5), torch.arange(5))
+    plain = RotaryEmbedding(RopeConfig(rotary_dim=8), KERNELS, torch.float32, CPU)(torch.arange(5), torch.arange(5))
     assert torch.equal(short[0], plain[0])
     assert not torch.allclose(whole[0][:5], plain[0])
 
 
 def test_dtype_and_shape():
-    embedding = RotaryEmbedding(RopeConfig(rotary_dim=6), torch.bfloat16, CPU)
+    embedding = RotaryEmbedding(RopeConfig(rotary_dim=6), KERNELS, torch.bfloat16, CPU)
     cos, sin = embedding(torch.tensor([0, 3]), torch.tensor([1, 4]))
     assert cos.dtype == sin.dtype == torch.bfloat16
     assert cos.shape == sin.shape == (2, 3)
@@ -117,4 +120,4 @@ def test_dtype_and_shape():
 
 def test_unknown_type_is_refused_with_the_nearest():
     with pytest.raises(ModelError, match=r"'yarm'.*did you mean 'yarn'"):
-        RotaryEmbedding(RopeConfig(rope_type="yarm", rotary_dim=8), torch.float32, CPU)
+        RotaryEmbedding(RopeConfig(rope_type="yarm", rotary_dim=8), KERNELS, torch.float32, CPU)

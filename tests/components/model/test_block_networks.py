@@ -212,21 +212,22 @@ def test_b42_the_draft_keeps_its_own_head_and_maps_its_ids():
 
 
 def test_weights_are_filled_in_place_again():
-    """Sleep at level 2: the same memory, new content, optional tensors too."""
+    """Sleep at level 2: plain tensors in the same memory, matrices made anew, optional tensors too."""
     raw = raw_config("DSparkDraftModel", draft_vocab_size=20, markov_rank=4)
     own = ("mask_embedding", "lm_head.weight", "d2t")
     weights = random_weights(raw, own, confidence=SIZES["hidden_size"])
     net = network(raw, weights)
     expected = {name: tensor.clone() for name, tensor in net.weights()}
-    places = {name: tensor.data_ptr() for name, tensor in net.weights()}
     states = features(4, raw)
     before = drafted(net, states, 3, 4)
     net.release()
+    places = {name: tensor.data_ptr() for name, tensor in net.weights()}
     for name, tensor in net.weights():
         if "inv_freq" not in name:
             tensor.zero_()
     net.load_weights(weights.items())
-    assert {name: tensor.data_ptr() for name, tensor in net.weights()} == places
+    again = dict(net.weights())
+    assert {name: again[name].data_ptr() for name in places} == places
     for name, tensor in net.weights():
         assert torch.equal(tensor, expected[name]), name
     assert torch.equal(drafted(net, states, 3, 4), before)

@@ -174,7 +174,7 @@ def test_taps_are_the_stream_after_each_layer():
 def test_input_embeddings_replace_ids_and_are_left_as_they_were():
     network = native_of(hf_model("Llama"), "Llama")
     ids = torch.randint(1, SIZES["vocab_size"], (9,))
-    embeds = network.embed_tokens[ids].clone()
+    embeds = network.embed(ids)
     before = embeds.clone()
     got = network.forward(inputs_of(torch.zeros_like(ids), inputs_embeds=embeds)).hidden
     torch.testing.assert_close(got, network.forward(inputs_of(ids)).hidden, atol=0, rtol=0)

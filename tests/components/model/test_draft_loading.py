@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracles import dense_attend, dense_logits
 from safetensors.torch import save_file
+from tiny_gguf import write_tiny_gguf
 
 from workerkit.components.attention.reference import ReferenceAttention
 from workerkit.components.kernels.ordered import OrderedKernels
@@ -29,7 +30,7 @@ from workerkit.framework.errors import ModelError, UnsupportedError, WeightError
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.draft import HeadsDraft, HiddenDraft
 from workerkit.framework.interfaces.model import LoadedModel
-from workerkit.framework.interfaces.sections import LimitsSection, ModelSection
+from workerkit.framework.interfaces.sections import LimitsSection, ModelSection, QuantizationSection
 from workerkit.framework.interfaces.speculation import DraftWeights
 from workerkit.framework.testing.fakes_model import FakeLibrary
 from workerkit.plugins.builtin_kernels import CpuKernels, ReferenceKernels
@@ -119,15 +120,19 @@ def loaded(loader):
 def load_target(loader):
     kernels = OrderedKernels((CpuKernels(), ReferenceKernels()))
     attention = ReferenceAttention(kernels)
-    return NativeModel(NativeModelConfig(progress=False), CONTEXT, loader, library(), attention, kernels).load()
+    config = NativeModelConfig(progress=False)
+    return NativeModel(config, ModelSection(), CONTEXT, loader, library(), attention, kernels).load()
 
 
 @pytest.fixture
 def draft_from(loader, loaded):
-    def run(source, **options):
+    def run(source, quantization="none", **options):
         kernels = OrderedKernels((CpuKernels(), ReferenceKernels()))
+        section = ModelSection(quantization=QuantizationSection(default=quantization))
         config = CheckpointDraftConfig(source=None if source is None else str(source), progress=False, **options)
-        return CheckpointDraft(config, CONTEXT, loader, library(), loaded, ReferenceAttention(kernels), kernels)
+        return CheckpointDraft(
+            config, section, CONTEXT, loader, library(), loaded, ReferenceAttention(kernels), kernels
+        )
 
     return run
 
@@ -186,7 +191,7 @@ def test_an_eagle_checkpoint_that_calls_itself_llama(save, draft_from):
     with pytest.raises(WeightError, match=r"components\.draft \(.*draft\): .*does not fit LlamaForCausalLM"):
         draft_from(folder).load()
     weights = draft_from(folder, architecture="EagleLlamaForCausalLM").load()
-    assert torch.equal(weights.network.fc.weight, tensors["fc.weight"])
+    assert torch.equal(weights.network.fc.matrix.tensors[0], tensors["fc.weight"])
     assert weights.network.has_embeddings
 
 
@@ -248,10 +253,24 @@ def test_mtp_from_the_targets_own_checkpoint(save, store):
     kernels = OrderedKernels((CpuKernels(), ReferenceKernels()))
     draft = CheckpointDraft(
         CheckpointDraftConfig(architecture="MTPDraftModel", progress=False),
-        *(CONTEXT, loader, library(), loaded, ReferenceAttention(kernels), kernels),
+        *(ModelSection(), CONTEXT, loader, library(), loaded, ReferenceAttention(kernels), kernels),
     ).load()
-    assert torch.equal(draft.network.fc.weight, head["mtp.fc.weight"])
+    assert torch.equal(draft.network.fc.matrix.tensors[0], head["mtp.fc.weight"])
     assert [layer.index for layer in draft.attention_layers] == [LAYERS]
+
+
+def test_a_draft_is_not_rounded_to_8_bits_with_its_target(save, draft_from):
+    network = draft_from(save("draft", EAGLE3), quantization="w8a8").load().network
+    assert network.layers[0].o_proj.matrix.tensors[0].dtype == torch.float32
+
+
+def test_a_packed_draft_stays_packed_where_its_target_does(tmp_path, draft_from):
+    path = tmp_path / "draft.gguf"
+    write_tiny_gguf(path, {}, vocab_size=VOCAB, hidden_size=32, head_dim=16, num_attention_heads=2)
+    types = {"keep": torch.uint8, "none": torch.float32, "int8": torch.float32}
+    for quantization, dtype in types.items():
+        network = draft_from(path, quantization=quantization).load().network
+        assert network.layers[0].o_proj.matrix.tensors[0].dtype == dtype
 
 
 def test_a_plain_model_as_draft(save, draft_from):
@@ -428,14 +447,12 @@ def test_sleep_of_level_2_drops_and_restores_the_drafts_weights(save, target_fol
         worker.start()
         weights = assembly.value(DraftWeights)
         assert len(worker.layout.groups[0].layers) == LAYERS + len(weights.attention_layers)
-        names = dict(weights.network.weights())
-        before = {name: tensor.clone() for name, tensor in names.items()}
+        network, hidden = weights.network, torch.randn(2, H, dtype=torch.bfloat16)
+        logits = network.compute_logits(hidden)
         worker.sleep(2)
-        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in names.values())
+        assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in network.weights())
         worker.wake_up()
-        assert all(torch.equal(tensor, before[name]) for name, tensor in names.items())
-        hidden = torch.randn(2, H, dtype=torch.bfloat16)
-        assert weights.network.compute_logits(hidden).isfinite().all()  # bound again
+        assert torch.equal(network.compute_logits(hidden), logits)
         worker.execute_dummy_batch()
         network = assembly.value(LoadedModel).network
         assert dense_logits(network, [1, 2, 3]).isfinite().all()

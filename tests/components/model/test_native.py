@@ -10,7 +10,7 @@ from workerkit.components.model.native import NativeModel, NativeModelConfig
 from workerkit.framework.errors import UnsupportedError
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext
-from workerkit.framework.interfaces.sections import LimitsSection
+from workerkit.framework.interfaces.sections import LimitsSection, ModelSection, QuantizationSection
 from workerkit.plugins.builtin_kernels import ReferenceKernels
 
 CONTEXT = DeviceContext(device=torch.device("cpu"), dtype=torch.float32)
@@ -65,10 +65,11 @@ class RecordedAttention(AttentionBackend):
         raise NotImplementedError
 
 
-def model(calls, refuse=False):
+def model(calls, refuse=False, quantization="none"):
     kernels = RecordedKernels(calls)
     return NativeModel(
         NativeModelConfig(),
+        ModelSection(quantization=QuantizationSection(default=quantization)),
         CONTEXT,
         RecordedLoader(calls),
         RecordedLibrary(kernels, calls),
@@ -83,13 +84,19 @@ def test_network_then_attention_then_kernels_then_weights():
     assert calls == [
         "loader.read_config",
         "library.build",
-        "attention.prepare",
         "kernels.prepare",
+        "attention.prepare",
         "loader.read_config",  # how many tensors there are, for the progress bar
         "loader.weights",
     ]
     assert loaded.config is loaded.network.config
     assert loaded.weight_bytes == sum(t.numel() * t.element_size() for _, t in loaded.network.weights())
+
+
+def test_matrices_are_kept_as_the_config_says():
+    network = model([], quantization="int8").load().network
+    assert network.layers[1].o_proj.matrix.tensors[0].dtype == torch.int8
+    assert network.layers[1].input_layernorm.weight.dtype == torch.float32
 
 
 def test_a_backend_refuses_before_any_weight_is_read():

@@ -84,6 +84,7 @@ def make_target():
 
 
 TARGET = make_target()
+TARGET_TENSORS = (TARGET.network.embed_tokens.matrix.tensors[0], TARGET.network.lm_head.matrix.tensors[0])
 
 
 def draft_weights(raw, weights):
@@ -109,10 +110,10 @@ class Bench:
         self.raw, self.num_drafts = raw, num_drafts
         weights = random_weights(raw, own, confidence, seed)
         self.draft = draft_weights(raw, weights)
-        self.oracle = BlockOracle(raw, weights, TARGET.network.embed_tokens, TARGET.network.lm_head)
+        self.oracle = BlockOracle(raw, weights, *TARGET_TENSORS)
         self.shape = WorkerShape(
             max_model_len=LENGTH,
-            max_num_reqs=NUM_REQS,
+            max_num_reqs=NUM_REQS + 1,  # a step may be padded by a row
             max_num_batched_tokens=64,
             vocab_size=SIZES["vocab_size"],
             num_speculative_tokens=num_drafts,
