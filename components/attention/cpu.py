@@ -45,8 +45,8 @@ class _GroupPlan:
 
 
 class CpuAttention(AttentionBackend):
-    """`paged_attention` if its library comes before that of `decode_attention` and serves all layers; graphs may hold it
-    then.
+    """`paged_attention` if its library comes before that of `decode_attention` and serves all layers; then graphs may
+    hold it.
 
     Otherwise `decode_attention` and `prefill_attention` over a plan for each KV-cache group, which reads
     `batch.seq_lens` on the host: on a CPU that is the exact length, and waits for nothing.
@@ -54,13 +54,13 @@ class CpuAttention(AttentionBackend):
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._is_paged = kernels.rank("paged_attention") < kernels.rank("decode_attention")
-        self.graph_support = "always" if self._is_paged else "never"
+        self._may_be_paged = kernels.rank("paged_attention") < kernels.rank("decode_attention")
+        self._is_paged = False  # until layers are known, of target and draft
 
     def prepare(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
         check_heads(layers)
-        if self._is_paged and not _serves(self._kernels, layers, dtype):
-            self._is_paged, self.graph_support = False, "never"
+        self._may_be_paged = self._is_paged = self._may_be_paged and _serves(self._kernels, layers, dtype)
+        self.graph_support = "always" if self._is_paged else "never"
 
     def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
         kernels = self._kernels

@@ -284,7 +284,7 @@ class ReshapeAndCache(Protocol):
 
 
 class PagedAttention(Protocol):
-    """Attention over the paged cache, the general form. Raises NotImplementedError for heads or types that it has not."""
+    """Attention over the paged cache, the general form. Raises NotImplementedError for heads or types it has not."""
 
     """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D]; block_table [R, W]; query_start_loc [R + 1];
     seq_lens [R], the queries of a row being the last positions of its sequence. Tokens of no row yield zeros."""

@@ -217,13 +217,13 @@ class Contestant:
 def contestants(args):
     no_cache = {"limits.max_num_reqs": 32, "components.scheduler.prefix_caching": False}
     bf16 = {**no_cache, "model.dtype": "bfloat16"}
-    ahead = {"components.scheduler.async_scheduling": True}
+    at_once = {"components.scheduler.async_scheduling": False}
     mine = dict(setting.split("=", 1) for setting in args.settings)
     for name, config, weights, settings in (
         ("v1-bf16", "cpu-v1", "bf16", bf16),
-        ("v2-bf16", "cpu-v2", "bf16", {**bf16, **ahead}),
-        ("v1-q4", "cpu-q4", "q4_1", {**no_cache, "components.runner": "v1"}),
-        ("v2-q4", "cpu-q4", "q4_1", {**no_cache, **ahead, "components.runner": "v2"}),
+        ("v2-bf16", "cpu-fast", "bf16", no_cache),
+        ("v1-q4", "cpu-q4", "q4_1", {**no_cache, **at_once, "components.runner": "v1"}),
+        ("v2-q4", "cpu-q4", "q4_1", no_cache),
     ):
         path = CONFIGS / f"{config}.yaml"
         settings = {**settings, **{key: yaml_value(value) for key, value in mine.items()}}

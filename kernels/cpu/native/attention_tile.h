@@ -1,8 +1,10 @@
-// One tile of keys met by rows of queries: what every path of attention (decode, verification, chunk, prefill) is made of.
+// One tile of keys met by rows of queries: what every path of attention (decode, verification, chunk, prefill) is made
+// of.
 //
-// A tile is 64 keys at a multiple of 64. Its keys are transposed (lanes are keys) and its values laid out in steps (lanes
-// are dimensions), so that scores and results are both products of one kind: lanes never mix, and each number is summed
-// in one order, whatever rows are computed with it. A key that a row does not see has weight 0 there and changes no bit.
+// A tile is 64 keys at a multiple of 64. Its keys are transposed (lanes are keys) and its values laid out in steps
+// (lanes are dimensions), so that scores and results are both products of one kind: lanes never mix, and each number is
+// summed in one order, whatever rows are computed with it. A key that a row does not see has weight 0 there and changes
+// no bit.
 #pragma once
 
 #include "vectors.h"
@@ -171,95 +173,14 @@ void attend(const Rows& rows, std::int64_t row, const Tile& tile) {
     _mm512_store_ps(sums, sum);
   }
 
-  constexpr std::int64_t value_steps = 16 * N / kStep<T>;
+  constexpr std::int64_t count = 16 * N / kStep<T>;
   std::int64_t column = 0;
-  for (; column + 64 <= rows.dim; column += 64) add_values<T, M, 4>(rows, row, tile, column, weights[0], value_steps, factor);
+  for (; column + 64 <= rows.dim; column += 64) add_values<T, M, 4>(rows, row, tile, column, weights[0], count, factor);
   if (rows.dim - column >= 32) {
-    add_values<T, M, 2>(rows, row, tile, column, weights[0], value_steps, factor);
+    add_values<T, M, 2>(rows, row, tile, column, weights[0], count, factor);
     column += 32;
   }
-  if (rows.dim > column) add_values<T, M, 1>(rows, row, tile, column, weights[0], value_steps, factor);
-}
-
-// Where the keys, or values, of a tile lie: [dim] each.
-template <class T>
-using Places = const T* [kTile];
-
-// The memory of the next tile is asked for while this one is packed.
-template <class T>
-inline void prefetch(const T* place, std::int64_t dim) {
-  for (std::int64_t d = 0; d < dim; d += 64 / sizeof(T)) _mm_prefetch(reinterpret_cast<const char*>(place + d), _MM_HINT_T0);
-}
-
-// The first 16 columns, or as many as COLUMNS says, of 16 rows of 32-bit steps, each at `at` in its memory -> rows of `out`.
-template <int COLUMNS, class T>
-inline void transpose(const T* const* rows, std::int64_t at, std::uint32_t* out) {
-  __m512i a[16], b[16];
-  for (int i = 0; i < 16; i += 2) {
-    const __m512i even = _mm512_maskz_loadu_epi32(tail(COLUMNS), rows[i] + at);
-    const __m512i odd = _mm512_maskz_loadu_epi32(tail(COLUMNS), rows[i + 1] + at);
-    a[i] = _mm512_unpacklo_epi32(even, odd);
-    a[i + 1] = _mm512_unpackhi_epi32(even, odd);
-  }
-  for (int i = 0; i < 16; i += 4) {  // b[4 q + i]: columns i, 4 + i, 8 + i, 12 + i of rows 4 q to 4 q + 3
-    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512i even = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), even2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
-    const __m512i odd = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xDD), odd2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xDD);
-    _mm512_store_si512(out + i * kTile, _mm512_shuffle_i32x4(even, even2, 0x88));
-    _mm512_store_si512(out + (4 + i) * kTile, _mm512_shuffle_i32x4(odd, odd2, 0x88));
-    if constexpr (COLUMNS == 16) {
-      _mm512_store_si512(out + (8 + i) * kTile, _mm512_shuffle_i32x4(even, even2, 0xDD));
-      _mm512_store_si512(out + (12 + i) * kTile, _mm512_shuffle_i32x4(odd, odd2, 0xDD));
-    }
-  }
-}
-
-// The first 16 `vectors` keys of a tile.
-template <class T>
-void pack_keys(const Places<T>& keys, const Places<T>& next, int vectors, std::int64_t dim, std::uint32_t* out) {
-  const std::int64_t steps = dim / kStep<T>;
-  for (int n = 0; n < vectors; ++n) {
-    for (int i = 0; i < 16; ++i) prefetch(next[16 * n + i], dim);
-    std::int64_t s = 0;
-    for (; s + 16 <= steps; s += 16) transpose<16>(keys + 16 * n, s * kStep<T>, out + s * kTile + 16 * n);
-    if (s < steps) transpose<8>(keys + 16 * n, s * kStep<T>, out + s * kTile + 16 * n);
-  }
-}
-
-// The first 16 `vectors` values of a tile.
-template <class T>
-void pack_values(const Places<T>& values, const Places<T>& next, int vectors, std::int64_t dim, std::uint32_t* out) {
-  if constexpr (kStep<T> == 1) {
-    for (int k = 0; k < 16 * vectors; ++k) {
-      prefetch(next[k], dim);
-      for (std::int64_t d = 0; d < dim; d += 16) _mm512_store_ps(out + k * dim + d, load(values[k] + d));
-    }
-  } else {  // two values one after the other -> dimension by dimension
-    const __m512i words = _mm512_add_epi32(_mm512_set1_epi32(0x00200000), _mm512_mullo_epi32(
-        _mm512_set1_epi32(0x00010001), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
-    const __m512i words2 = _mm512_add_epi32(words, _mm512_set1_epi32(0x00100010));
-    for (int k = 0; k < 16 * vectors; k += 2) {
-      prefetch(next[k], dim);
-      prefetch(next[k + 1], dim);
-      const T *even = values[k], *odd = values[k + 1];
-      std::uint32_t* row = out + k / 2 * dim;
-      std::int64_t d = 0;
-      for (; d + 32 <= dim; d += 32) {
-        const __m512i a = _mm512_loadu_si512(even + d), b = _mm512_loadu_si512(odd + d);
-        _mm512_store_si512(row + d, _mm512_permutex2var_epi16(a, words, b));
-        _mm512_store_si512(row + d + 16, _mm512_permutex2var_epi16(a, words2, b));
-      }
-      if (d < dim) {
-        const __m512i a = _mm512_maskz_loadu_epi32(tail(8), even + d), b = _mm512_maskz_loadu_epi32(tail(8), odd + d);
-        _mm512_store_si512(row + d, _mm512_permutex2var_epi16(a, words, b));
-      }
-    }
-  }
+  if (rows.dim > column) add_values<T, M, 1>(rows, row, tile, column, weights[0], count, factor);
 }
 
 }  // namespace wk::attention

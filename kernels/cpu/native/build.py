@@ -15,6 +15,7 @@ from pathlib import Path
 NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16")
 SWITCH = "WORKERKIT_NATIVE"  # 0: as if there were no compiler
 _FLAGS = (
+    "-ffp-contract=off",  # else a product and a sum are one rounding here and not there, and bits depend on the path
     *("-std=c++20", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", "-mtune=native", "-mfma", "-mf16c"),
     *(f"-m{flag.replace('_', '')}" for flag in NEEDED),
 )

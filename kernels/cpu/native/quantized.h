@@ -17,7 +17,8 @@ constexpr int kGroup = 32;
 constexpr int kPanel = 32;
 constexpr int kNibbleVectors = 4;
 constexpr int kByteVectors = 8;
-constexpr std::int64_t kAhead = 12288;  // bytes, about a panel: one comes from memory while the last is worked on
+constexpr int kPanels = 3;  // of a piece, one after another in memory: what is fetched ahead is for the same thread
+constexpr std::int64_t kAhead = 6144;  // bytes that weights are fetched ahead
 constexpr std::int64_t kChunk = 240;  // rows that go through a panel before the next: their activations stay in cache
 
 struct QuantizedGroup {  // of activations: code * scale
@@ -36,17 +37,19 @@ inline std::int64_t group_bytes(int vectors, std::int64_t scale_bytes, bool mini
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 inline std::int64_t num_pieces(std::int64_t rows, std::int64_t columns) {
-  return ceil_div(rows, kChunk) * ceil_div(columns, kPanel);
+  return ceil_div(rows, kChunk) * ceil_div(columns, kPanels * kPanel);
 }
 
-// Call function(panel, first_row, end_row) for pieces [begin, end).
+// Call function(panel, first_row, end_row) for the panels of pieces [begin, end).
 template <class Function>
 inline void for_pieces(std::int64_t rows, std::int64_t columns, std::int64_t begin, std::int64_t end,
                        Function function) {
-  const std::int64_t panels = ceil_div(columns, kPanel);
+  const std::int64_t panels = ceil_div(columns, kPanel), across = ceil_div(panels, kPanels);
   for (std::int64_t piece = begin; piece < end; ++piece) {
-    const std::int64_t first = piece / panels * kChunk;
-    function(piece % panels, first, std::min(first + kChunk, rows));
+    const std::int64_t first = piece / across * kChunk;
+    for (std::int64_t i = 0, panel = piece % across * kPanels; i < kPanels && panel < panels; ++i, ++panel) {
+      function(panel, first, std::min(first + kChunk, rows));
+    }
   }
 }
 

@@ -43,6 +43,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._time = -1  # counts the calls that wait for those before
         self._buffers: dict[int, _Buffer] = {}  # by address of the storage
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and saying so to dynamo means importing it: a second at every start
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

@@ -1,5 +1,4 @@
-// Rotary position embedding in place, the two halves of the rotated dimensions paired. Products and their sum are rounded
-// one by one in float32, as by the reference: the same bits.
+// Rotary position embedding in place, the two halves of the rotated dimensions paired. In float32, rounded once.
 #include <initializer_list>
 
 #include "program.h"

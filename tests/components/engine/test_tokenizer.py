@@ -369,9 +369,13 @@ ORACLES = {
 }
 
 
+# Of a code point that only a newer Unicode assigns, two regex engines of one library may think differently.
+assigned = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=30)
+
+
 @pytest.mark.parametrize("pre", ORACLES)
 @settings(deadline=None, max_examples=150)
-@given(text=texts | st.text("aA1²½ \t\r\n'sSdD.,;:/漢é", max_size=30))
+@given(text=assigned | st.text("aA1²½ \t\r\n'sSdD.,;:/漢é", max_size=30))
 def test_text_is_split_as_the_models_own_tokenizer_does(pre, text):
     mine = build_tokenizer(metadata_of(BYTES, pre), "m.gguf").pre_tokenizer
     assert mine.pre_tokenize_str(text) == ORACLES[pre].pre_tokenize_str(text)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import UnsupportedError
+from workerkit.framework.interfaces.graph import BatchShape
 from workerkit.framework.plugins import load_plugins
 
 ROOT = Path(__file__).parents[3]
@@ -76,7 +78,23 @@ def test_a_worker_that_asks_for_native_kernels_hears_what_is_missing(monkeypatch
     monkeypatch.setenv("WORKERKIT_NATIVE", "0")
     config = {"model": {"source": "random"}, "components": {"loader": "random", "kernels": ["native", "reference"]}}
     with (
-        pytest.raises(UnsupportedError, match="library .native.: WORKERKIT_NATIVE=0 switches native kernels off"),
+        pytest.raises(UnsupportedError, match=r"library .native.: WORKERKIT_NATIVE=0 switches native kernels off"),
         assemble(config, registry=load_plugins().registry) as made,
     ):
         made.worker.start()
+
+
+@pytest.mark.parametrize("loader", [{"head_dim": 8}, {}], ids=["heads of 8", "float16"])
+def test_a_model_that_native_kernels_do_not_serve_runs_on_plain_torch(loader):
+    """In the library's own process: its other ops are native, attention is not."""
+    dtype = "float32" if loader else "float16"
+    config = {
+        "model": {"source": "random", "max_model_len": 32, "dtype": dtype},
+        "cache": {"num_blocks": 20},
+        "components": {"loader": {"use": "random", **loader}},
+    }
+    with assemble(config, registry=load_plugins().registry) as made:
+        made.worker.start()
+        assert made.get(roles.ATTENTION).graph_support == "never"
+        assert made.get(roles.GRAPH).dispatch(BatchShape(num_tokens=1, num_reqs=1)).mode == "eager"
+        made.worker.execute_dummy_batch()
