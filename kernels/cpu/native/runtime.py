@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from workerkit.kernels.cpu.native.build import build
-from workerkit.kernels.cpu.native.recording import Recording
+from workerkit.kernels.cpu.native.recording import NotRecordable, Recording
 
 T = TypeVar("T")
 Argument = torch.Tensor | int | float | None
@@ -95,8 +95,11 @@ class Runtime:
         """Run `function`, which computes over `num_rows` rows with native kernels only, without computing anything.
 
         Returns what it returned, with tensors of max_rows rows (of those that had num_rows), and the program that
-        fills their first rows. Raises NotRecordable, naming the operation, when something else computes in between.
+        fills their first rows. Raises NotRecordable, naming the operation, when something else computes in between, and
+        for one row where there may be more: its strides do not tell where the next one is.
         """
+        if num_rows == 1 < max_rows:
+            raise NotRecordable("one row says nothing of where others are")
         recording = self._recording = Recording(num_rows)
         try:
             with recording:

@@ -58,6 +58,16 @@ def test_the_same_tokens_as_eager_steps(runner, dtype, loader, caplog):
 
 
 @needs_native
+def test_one_request_at_a_time_has_steps_of_many_tokens_too():
+    written = []
+    for graph in ("none", "compiled"):
+        with assemble(config(graph=graph), {"limits.max_num_reqs": 1}) as made:
+            made.engine.start()
+            written.append(tokens(made))
+    assert written[0] == written[1]
+
+
+@needs_native
 def test_it_is_what_a_cpu_gets(caplog):
     with assemble(config()) as made:
         graph = made.get(roles.GRAPH)

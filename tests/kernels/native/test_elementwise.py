@@ -111,4 +111,6 @@ def test_what_is_no_kernel_cannot_be_recorded(runtime):
         runtime.record(lambda: OPS["silu_and_mul"](runtime, x) * 2, 2, 4)
     with pytest.raises(NotRecordable, match="3 rows in a recording of 2"):
         runtime.record(lambda: OPS["silu_and_mul"](runtime, more), 2, 4)
+    with pytest.raises(NotRecordable, match="one row says nothing"):
+        runtime.record(lambda: OPS["silu_and_mul"](runtime, x[:1]), 1, 4)
     assert OPS["silu_and_mul"](runtime, x).shape == (2, 16), "an error leaves nothing recording"
