@@ -25,8 +25,8 @@ class CompiledGraphs(GraphManager):
 
     def __init__(self, shape: WorkerShape, kernels: Kernels, attention: AttentionBackend) -> None:
         self._max_tokens = shape.max_num_batched_tokens
-        # As many rows as there can be: their tables are all within what is recorded. Two tokens at least: strides of one
-        # say nothing of the next.
+        # As many rows as there can be: their tables are all within what is recorded. At least two tokens: the strides
+        # of one say nothing of the next.
         tokens = min(max(shape.max_num_reqs, 2), shape.max_num_batched_tokens)
         self._case = BatchDescriptor(mode="full", num_tokens=tokens, num_reqs=min(shape.max_num_reqs, tokens))
         self._kernels = kernels
