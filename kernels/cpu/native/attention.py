@@ -14,9 +14,8 @@ import torch
 
 from workerkit.kernels.cpu import cache as torch_cache
 from workerkit.kernels.cpu import rope as torch_rope
-from workerkit.kernels.cpu.native.runtime import Runtime
+from workerkit.kernels.cpu.native.runtime import SUFFIX, Runtime
 
-_SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # of the kernels of a type
 _SPLIT = 512  # keys, as in attention_plan.h; threads may share a row that has more
 _WORKSPACE = 1 << 17  # float32 that hold what they find; a row for which there is no room is not shared
 
@@ -57,7 +56,7 @@ def paged_attention(
     workspace = torch.from_numpy(np.zeros(_WORKSPACE + 16, np.float32)) if shared else None
     out = runtime.empty(*query.shape, dtype=query.dtype)
     runtime.call(
-        f"paged_attention_{_SUFFIX[query.dtype]}",
+        f"paged_attention_{SUFFIX[query.dtype]}",
         num_tokens,
         out,
         query,
@@ -91,7 +90,7 @@ def reshape_and_cache(
     slot_mapping: torch.Tensor,
 ) -> None:
     """key, value [T, Nk, D]; caches [blocks, b, Nk, D]; slot_mapping [T] int32 or int64, -1 is not written."""
-    if key.dtype not in _SUFFIX or key_cache.dtype != key.dtype:
+    if key.dtype not in SUFFIX or key_cache.dtype != key.dtype:
         torch_cache.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         return
     _check_cache("key", key, key_cache, value_cache)
@@ -101,7 +100,7 @@ def reshape_and_cache(
         )
     key, value = (new if _heads_adjoin(new) else new.contiguous() for new in (key, value))
     runtime.call(
-        f"reshape_and_cache_{_SUFFIX[key.dtype]}",
+        f"reshape_and_cache_{SUFFIX[key.dtype]}",
         len(key),
         key,
         key.stride(0),
@@ -124,14 +123,14 @@ def rotary_embedding(
 
     In place: returns `query` and `key`.
     """
-    if query.dtype not in _SUFFIX:
+    if query.dtype not in SUFFIX:
         return torch_rope.rotary_embedding(query, key, cos, sin)
     _check_dtype(query=query, key=key, cos=cos, sin=sin)
     for name, x in (("query", query), ("key", key)):
         if not _heads_adjoin(x):
             raise ValueError(f"{name} has strides {x.stride()}: the heads of a token must lie side by side")
     runtime.call(
-        f"rotary_embedding_{_SUFFIX[query.dtype]}",
+        f"rotary_embedding_{SUFFIX[query.dtype]}",
         len(query),
         query,
         query.stride(0),
@@ -156,7 +155,7 @@ def _heads_adjoin(x: torch.Tensor) -> bool:
 
 def _check_dtype(**tensors: torch.Tensor) -> None:
     dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) > 1 or not dtypes <= _SUFFIX.keys():
+    if len(dtypes) > 1 or not dtypes <= SUFFIX.keys():
         found = ", ".join(f"{name} is {tensor.dtype}" for name, tensor in tensors.items())
         raise NotImplementedError(f"{found}: native attention has float32 and bfloat16, the same for all")
 

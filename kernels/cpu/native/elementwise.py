@@ -6,11 +6,9 @@ from __future__ import annotations
 import torch
 
 from workerkit.kernels.cpu import norm as torch_norm
-from workerkit.kernels.cpu.native.runtime import Runtime
+from workerkit.kernels.cpu.native.runtime import SUFFIX, Runtime
 from workerkit.kernels.reference import activation
 from workerkit.kernels.reference.rope import rotary_cos_sin as torch_rotary_cos_sin
-
-SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # of the kernels of a type
 
 
 def rms_norm(runtime: Runtime, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

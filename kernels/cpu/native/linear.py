@@ -10,9 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from workerkit.kernels.cpu import projection as torch_projection
-from workerkit.kernels.cpu.native.runtime import Runtime
+from workerkit.kernels.cpu.native.runtime import SUFFIX, Runtime
 
-_SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # of the kernels of a type
 _PANEL = 32  # outputs that are packed together
 _STEP_BYTES = 4  # of a row that a product takes at a time: a number or a pair
 
@@ -32,13 +31,13 @@ class DenseMatrix:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] of the weight's dtype, with any stride between rows -> [T, O]."""
-        return self._product(f"linear_{_SUFFIX[self._dtype]}", x, self._dtype)
+        return self._product(f"linear_{SUFFIX[self._dtype]}", x, self._dtype)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[N, H] -> float32 [N, O]."""
         if self._dtype == torch.float32:
             return self(x)
-        return self._product(f"linear_logits_{_SUFFIX[self._dtype]}", x, torch.float32)
+        return self._product(f"linear_logits_{SUFFIX[self._dtype]}", x, torch.float32)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """[N] int32 or int64 -> [N, H]. An id that the weight does not have gives its first or last row."""
@@ -46,7 +45,7 @@ class DenseMatrix:
             raise ValueError(f"ids are {ids.dtype}: they must be int32 or int64")
         out = self._runtime.empty(len(ids), self._size, dtype=self._dtype)
         self._runtime.call(
-            f"linear_rows_{_SUFFIX[self._dtype]}",
+            f"linear_rows_{SUFFIX[self._dtype]}",
             len(ids),
             out,
             ids.contiguous(),
@@ -76,14 +75,14 @@ def linear(
     runtime: Runtime, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> DenseMatrix | torch_projection.OneDnnMatrix | torch_projection.RowMatrix:
     """weight [O, H], bias [O] or None -> the matrix that multiplies by them."""
-    if weight.dtype not in _SUFFIX:
+    if weight.dtype not in SUFFIX:
         return torch_projection.linear(weight, bias)
     return DenseMatrix(runtime, weight, bias)
 
 
 def embedding(runtime: Runtime, weight: torch.Tensor) -> DenseMatrix | torch_projection.RowMatrix:
     """weight [V, H] -> the matrix whose rows are read, and that a tied head multiplies by."""
-    if weight.dtype not in _SUFFIX:
+    if weight.dtype not in SUFFIX:
         return torch_projection.embedding(weight)
     return DenseMatrix(runtime, weight, None)
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from workerkit.kernels.cpu.native.runtime import Runtime
+from workerkit.kernels.cpu.native.runtime import SUFFIX, Runtime
 from workerkit.kernels.reference import quantized as reference
 
 _GROUP = 32  # inputs; of q4 and q8, those that share a scale
 _PANEL = 32  # output columns that are packed together
 _GROUP_STRUCT = 40  # bytes of QuantizedGroup
 _ROW_EXTRA = 8  # bytes after the codes of a row that quantize_rows has made
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class _Matrix:
@@ -84,7 +83,7 @@ class _Matrix:
             raise ValueError(f"ids are {ids.dtype}: they must be int32 or int64")
         out = self._runtime.empty(len(ids), self._size, dtype=self._dtype)
         self._runtime.call(
-            f"unpack_rows_{_NAMES[self._dtype]}",
+            f"unpack_rows_{SUFFIX[self._dtype]}",
             len(ids),
             out,
             ids.contiguous(),
@@ -104,7 +103,7 @@ class _Matrix:
         raise NotImplementedError
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype not in _NAMES or x.ndim != 2 or x.shape[1] != self._size:
+        if x.dtype not in SUFFIX or x.ndim != 2 or x.shape[1] != self._size:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}: it must be float32 or bfloat16 [T, {self._size}]")
         return x if x.stride(1) == 1 else x.contiguous()
 
@@ -121,11 +120,11 @@ class GroupMatrix(_Matrix):
     def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         codes = self._runtime.empty(len(x), self._num_groups * _GROUP_STRUCT, dtype=torch.uint8)
         offset = 0 if self._has_minima else self._offset
-        self._runtime.call(f"quantize_groups_{_NAMES[x.dtype]}", len(x), codes, x, x.stride(0), self._size, offset)
+        self._runtime.call(f"quantize_groups_{SUFFIX[x.dtype]}", len(x), codes, x, x.stride(0), self._size, offset)
         out = self._runtime.empty(len(x), self._num_outputs, dtype=dtype)
         kind = "q8" if self._vectors == 8 else "q4_minima" if self._has_minima else "q4"
         self._runtime.call(
-            f"product_{kind}_{_NAMES[dtype]}",
+            f"product_{kind}_{SUFFIX[dtype]}",
             len(x),
             out,
             codes,
@@ -144,7 +143,7 @@ class ChannelMatrix(_Matrix):
     def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         out = self._runtime.empty(len(x), self._num_outputs, dtype=dtype)
         self._runtime.call(
-            f"product_w8_{_NAMES[x.dtype]}_{_NAMES[dtype]}",
+            f"product_w8_{SUFFIX[x.dtype]}_{SUFFIX[dtype]}",
             len(x),
             out,
             x,
@@ -165,10 +164,10 @@ class DynamicMatrix(_Matrix):
     def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         padded = self._num_groups * _GROUP
         codes = self._runtime.empty(len(x), padded + _ROW_EXTRA, dtype=torch.uint8)
-        self._runtime.call(f"quantize_rows_{_NAMES[x.dtype]}", len(x), codes, x, x.stride(0), self._size, padded)
+        self._runtime.call(f"quantize_rows_{SUFFIX[x.dtype]}", len(x), codes, x, x.stride(0), self._size, padded)
         out = self._runtime.empty(len(x), self._num_outputs, dtype=dtype)
         self._runtime.call(
-            f"product_w8a8_{_NAMES[dtype]}",
+            f"product_w8a8_{SUFFIX[dtype]}",
             len(x),
             out,
             codes,
@@ -194,7 +193,7 @@ def linear_q4(
     are not kept. ValueError if H is no multiple of 32."""
     size = 2 * codes.shape[1]
     _check_groups("linear_q4", size, scales, minima)
-    if dtype not in _NAMES:
+    if dtype not in SUFFIX:
         return reference.linear_q4(codes, scales, minima, bias, dtype)
     if torch.equal(minima, scales * -8):
         return GroupMatrix(runtime, codes, scales, None, bias, dtype, size=size, offset=8)
@@ -207,7 +206,7 @@ def linear_q8(
     """Weights code * scale. codes int8 [O, H]; scales [O, H / 32]; bias [O] or None. ValueError if H is no multiple of
     32."""
     _check_groups("linear_q8", codes.shape[1], scales)
-    if dtype not in _NAMES:
+    if dtype not in SUFFIX:
         return reference.linear_q8(codes, scales, bias, dtype)
     return GroupMatrix(runtime, codes, scales, None, bias, dtype, size=codes.shape[1], offset=128, flip=128)
 
@@ -216,7 +215,7 @@ def linear_w8(
     runtime: Runtime, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> ChannelMatrix | reference.QuantizedMatrix:
     """Weights code * scale, activations as they are. codes int8 [O, H]; scales [O]; bias [O] or None."""
-    if dtype not in _NAMES:
+    if dtype not in SUFFIX:
         return reference.linear_w8(codes, scales, bias, dtype)
     return ChannelMatrix(runtime, _padded(codes), scales, None, bias, dtype, size=codes.shape[1], offset=128, flip=128)
 
@@ -225,7 +224,7 @@ def linear_w8a8(
     runtime: Runtime, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> DynamicMatrix | reference.QuantizedMatrix:
     """Weights code * scale, activations rounded at run time. codes int8 [O, H]; scales [O]; bias [O] or None."""
-    if dtype not in _NAMES:
+    if dtype not in SUFFIX:
         return reference.linear_w8a8(codes, scales, bias, dtype)
     return DynamicMatrix(runtime, _padded(codes), scales, None, bias, dtype, size=codes.shape[1], offset=128, flip=128)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+Argument = torch.Tensor | int | float | None
 
 _ALIGNMENT = 64
 
@@ -85,8 +88,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def plan(self, result: Any, max_rows: int) -> tuple[torch.Tensor, list[tuple[Any, list[int], bool]], Any]:
         """(Memory for all results, (kernel, arguments with addresses in it, whether it waits for the calls before) of
         each call, `result` with tensors in it of max_rows rows)."""
-        from workerkit.kernels.cpu.native.runtime import as_integer
-
         leaves, structure = pytree.tree_flatten(result)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and (buffer := self._buffer_of(leaf)) is not None:
@@ -132,3 +133,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             placed.append(buffer)
             total = max(total, offset + size)
         return total + _ALIGNMENT
+
+
+def as_integer(value: Argument) -> int:
+    """An argument as 64 bits: a tensor's address, a number, the bits of a double; None is 0."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, float):
+        bits: int = struct.unpack("q", struct.pack("d", value))[0]
+        return bits
+    return 0 if value is None else int(value)

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from workerkit.kernels.cpu.native.build import build
-from workerkit.kernels.cpu.native.recording import NotRecordable, Recording
+from workerkit.kernels.cpu.native.recording import Argument, NotRecordable, Recording, as_integer
 
 T = TypeVar("T")
-Argument = torch.Tensor | int | float | None
+SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # of the kernels of a type; there are none of others
 
 
 @functools.cache
@@ -134,13 +134,3 @@ class Program:
 
     def __del__(self) -> None:
         self._library.wk_program_free(self._handle)
-
-
-def as_integer(value: Argument) -> int:
-    """An argument as 64 bits: a tensor's address, a number, the bits of a double; None is 0."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    if isinstance(value, float):
-        bits: int = struct.unpack("q", struct.pack("d", value))[0]
-        return bits
-    return 0 if value is None else int(value)
