@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
-from workerkit.framework.interfaces.device import DeviceRuntime
+from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime
 from workerkit.framework.interfaces.engine import Scheduler
 from workerkit.framework.interfaces.graph import GraphManager
 from workerkit.framework.interfaces.sampling import SlotPart
 from workerkit.framework.interfaces.speculation import DraftWeights, Speculator
+from workerkit.framework.interfaces.worker import Worker
+from workerkit.framework.interfaces.worker_extension import WorkerExtension, offered_methods
 from workerkit.framework.plan import Node
 
 T = TypeVar("T")
@@ -49,4 +51,36 @@ def host_tokens_are_known(nodes: Mapping[str, Node]) -> list[str]:
         "right would be a scheduler without asynchronous scheduling"
         for reader in readers
         for scheduler in ahead
+    ]
+
+
+def extension_methods_are_distinct(nodes: Mapping[str, Node]) -> list[str]:
+    """A name means one method: no two extensions share one, and none takes a name of the worker's own."""
+    offering: dict[str, list[str]] = {}
+    for name, part, _ in _parts(nodes, WorkerExtension):
+        for method in offered_methods(part):
+            offering.setdefault(method, []).append(name)
+    shared = [
+        f"{' and '.join(names)} each offer the method {method!r}: rename it in one of them, or leave one out"
+        for method, names in offering.items()
+        if len(names) > 1
+    ]
+    taken = [
+        f"{name} offers the method {method!r}, which every worker has itself: it needs another name"
+        for method, names in offering.items()
+        if method in dir(Worker)
+        for name in names
+    ]
+    return shared + taken
+
+
+def extensions_open_no_device(nodes: Mapping[str, Node]) -> list[str]:
+    """Extensions are built with the worker, and it is the worker that opens the device and loads the model."""
+    opening = {DeviceContext.__name__}
+    while more := {key for key, node in nodes.items() if node.edges(lazy=False) & opening} - opening:
+        opening |= more
+    return [
+        f"{name} needs {', '.join(early)} at once, which opens the device before the worker does: ask for Later[…]"
+        for name, _, node in _parts(nodes, WorkerExtension)
+        if (early := sorted(node.edges(lazy=False) & opening))
     ]

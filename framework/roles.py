@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from workerkit.framework.checks import graphs_are_captured_by_the_device, host_tokens_are_known, one_draft_is_enough
+from workerkit.framework.checks import (
+    extension_methods_are_distinct,
+    extensions_open_no_device,
+    graphs_are_captured_by_the_device,
+    host_tokens_are_known,
+    one_draft_is_enough,
+)
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatchBuilder, RequestStates
 from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, MemoryPool, ParallelGroups
@@ -39,9 +45,13 @@ from workerkit.framework.interfaces.store import ModelStore
 from workerkit.framework.interfaces.structured import StructuredOutputs
 from workerkit.framework.interfaces.text import ChatTemplate, Tokenizer
 from workerkit.framework.interfaces.worker import Worker
+from workerkit.framework.interfaces.worker_extension import WorkerExtension
 from workerkit.framework.registry import Registry, Role
 from workerkit.framework.stages import allocate_caches, load_draft, load_model, open_device, resolve_shape
 
+WORKER_EXTENSIONS = Role(
+    "worker_extensions", WorkerExtension, "methods that plugins add to the worker", many=True, per_worker=True
+)
 WORKER = Role("worker", Worker, "one device's share of an engine", default="npu")
 RUNNER = Role("runner", ModelRunner, "turns a scheduler's step into tokens", default="v2")
 REQUEST_STATE = Role(
@@ -131,6 +141,7 @@ ROLES: tuple[Role[Any], ...] = (
     PIPELINE,
     KV_CONNECTOR,
     OBSERVERS,
+    WORKER_EXTENSIONS,
     WORKER,
     SCHEDULER,
     TOKENIZER,
@@ -147,7 +158,13 @@ def new_registry() -> Registry:
         registry.add_role(role)
     registry.sections.update(model=ModelSection, limits=LimitsSection, cache=CacheSection)
     registry.bundles.add(RunnerParts)
-    registry.checks += [graphs_are_captured_by_the_device, host_tokens_are_known, one_draft_is_enough]
+    registry.checks += [
+        extension_methods_are_distinct,
+        extensions_open_no_device,
+        graphs_are_captured_by_the_device,
+        host_tokens_are_known,
+        one_draft_is_enough,
+    ]
     registry.published.add(KVLayout)
     registry.producers.update(
         {

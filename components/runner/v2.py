@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import ClassVar
 
 import attrs
 import torch
@@ -62,6 +63,8 @@ class AsyncOutput(StepOutput):
 
 class NPUModelRunner(ModelRunner):
     """Stable slots, queued steps."""
+
+    overlaps_steps: ClassVar[bool] = True
 
     def __init__(
         self,

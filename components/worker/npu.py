@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -23,6 +24,7 @@ from workerkit.framework.interfaces.sections import CacheSection
 from workerkit.framework.interfaces.speculation import DraftModel, DraftWeights
 from workerkit.framework.interfaces.stages import KVStage, Later
 from workerkit.framework.interfaces.worker import Health, Worker
+from workerkit.framework.interfaces.worker_extension import ExtensionMethods, WorkerExtension
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class NPUWorker(Worker):
         draft: Later[DraftWeights],
         layout: Later[KVLayout],
         runner: Later[ModelRunner],
+        extensions: tuple[WorkerExtension, ...],
         kv_stage: KVStage,
         hooks: StepHooks,
     ) -> None:
@@ -102,6 +105,7 @@ class NPUWorker(Worker):
         self._draft = draft
         self._layout = layout
         self._runner = runner
+        self._extensions = ExtensionMethods(extensions)
         self._kv_stage = kv_stage
         self._hooks = hooks
         self._stage = Stage.ASSEMBLED
@@ -219,6 +223,15 @@ class NPUWorker(Worker):
         self._runner().execute_dummy_batch(1, 1)
 
     # Between steps
+
+    @property
+    def extension_methods(self) -> tuple[str, ...]:
+        return self._extensions.names
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        # Not before: what an extension asks for later would come to life out of its order.
+        self._at("call", Stage.READY, Stage.ASLEEP)
+        return self._extensions.call(method, *args, **kwargs)
 
     def sleep(self, level: int = 1) -> None:
         self._at("sleep", Stage.READY)

@@ -57,6 +57,16 @@ EXAMPLES: Mapping[str, Example] = {
         "{observers: [$name]}",
         ("from workerkit.framework.hooks import WorkerHooks", f"{_INTERFACES}.request import ModelRunnerOutput"),
     ),
+    "worker_extensions": Example(
+        templates.WORKER_EXTENSIONS,
+        templates.WORKER_EXTENSIONS_TEST,
+        "worker_extensions[0]",
+        "{worker_extensions: [$name]}",
+        (
+            "from workerkit.framework.testing.fakes_model import FAKE_SALT",
+            "from workerkit.framework.testing.registry import fake_config, fake_registry",
+        ),
+    ),
     "kernel_library": Example(
         templates.KERNEL_LIBRARY,
         templates.KERNEL_LIBRARY_TEST,
@@ -168,11 +178,10 @@ def _delegate(cls: type, name: str) -> str:
     head = textwrap.shorten(doc.replace('"', "'"), 100, placeholder=" …")
     if isinstance(member, property):
         return f'    @property\n    def {name}(self):\n        """{head}"""\n        return super().{name}\n'
-    parameters = [*inspect.signature(member).parameters.values()][1:]
+    parameters = [*inspect.signature(member).parameters.values()]
     plain = [p.replace(annotation=p.empty) for p in parameters]
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = str(inspect.Signature([own, *plain])).replace("'", '"')
-    passed = ", ".join(_passed(p) for p in parameters)
+    signature = str(inspect.Signature(plain)).replace("'", '"')
+    passed = ", ".join(_passed(p) for p in parameters[1:])
     return f'    def {name}{signature}:\n        """{head}"""\n        return super().{name}({passed})\n'
 
 

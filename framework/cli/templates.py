@@ -166,6 +166,46 @@ def test_it_counts_tokens() -> None:
     assert hooks.failures == ()
 """
 
+WORKER_EXTENSIONS = '''\
+"""$name: a method for the worker, called by name."""
+
+from __future__ import annotations
+
+from workerkit.framework import roles
+from workerkit.framework.hooks import hookimpl
+from workerkit.framework.interfaces.device import DeviceRuntime
+from workerkit.framework.interfaces.model import LoadedModel
+from workerkit.framework.interfaces.stages import Later
+from workerkit.framework.interfaces.worker_extension import WorkerExtension
+from workerkit.framework.registry import Registry
+
+WORKERKIT_API = $api
+
+
+class $cls(WorkerExtension):
+    """Looks at weights. Every public method can be called: `worker.call("sum_of_weight", "norm.weight")`."""
+
+    def __init__(self, device: DeviceRuntime, loaded: Later[LoadedModel]) -> None:
+        self._device = device
+        self._loaded = loaded  # built with the worker, before there is a model
+
+    def sum_of_weight(self, name: str) -> float:
+        """In order with the steps of the worker, which may still be under way."""
+        weight = dict(self._loaded().network.weights())[name]
+        return self._device.submit(lambda: float(weight.sum())).wait()
+'''
+
+WORKER_EXTENSIONS_TEST = """
+
+def test_a_worker_calls_it() -> None:
+    everything = fake_registry()
+    PluginHost(everything).load("$name", $module)
+    with assemble(fake_config(worker_extensions=["$name"]), registry=everything) as assembly:
+        assembly.worker.start()
+        assert assembly.worker.extension_methods == ("sum_of_weight",)
+        assert assembly.worker.call("sum_of_weight", "salt") == FAKE_SALT
+"""
+
 KERNEL_LIBRARY = '''\
 """$name: kernels, to be named in front of others that have the same ops."""
 

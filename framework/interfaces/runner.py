@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
 import attrs
 
@@ -67,6 +68,9 @@ class RunnerParts:
 
 class ModelRunner(abc.ABC):
     """Turns a SchedulerOutput into tokens. `execute_model` and `sample_tokens` alternate."""
+
+    overlaps_steps: ClassVar[bool] = False
+    """`sample_tokens` returns before the step's tokens are known, so the next step may be planned meanwhile."""
 
     @abc.abstractmethod
     def check_request(self, params: SamplingParams) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import Any
 
 import attrs
 
@@ -83,6 +84,18 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def execute_dummy_batch(self) -> None:
         """One made-up decode step."""
+
+    @property
+    @abc.abstractmethod
+    def extension_methods(self) -> tuple[str, ...]:
+        """Names that `call` knows."""
+
+    @abc.abstractmethod
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method that a worker extension adds, and return what it returns. After `initialize_kv_cache`.
+
+        Raises UnsupportedError for a name that no extension offers, and whatever the method raises.
+        """
 
     @abc.abstractmethod
     def sleep(self, level: int = 1) -> None:

@@ -1,6 +1,8 @@
-"""A fake worker: the shortest life in which a runner of any kind can be built and driven."""
+"""A fake worker: the shortest life in which a runner of any kind can be built and driven; and an extension for it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from workerkit.framework.errors import StageError
 from workerkit.framework.interfaces.attention import AttentionBackend
@@ -15,6 +17,15 @@ from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.speculation import DraftWeights
 from workerkit.framework.interfaces.stages import KVStage, Later
 from workerkit.framework.interfaces.worker import Health, Worker
+from workerkit.framework.interfaces.worker_extension import ExtensionMethods, WorkerExtension
+
+
+class FakeExtension(WorkerExtension):
+    """Adds one method."""
+
+    def fake_echo(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it was given."""
+        return args, kwargs
 
 
 class FakeWorker(Worker):
@@ -32,6 +43,7 @@ class FakeWorker(Worker):
         loaded: Later[LoadedModel],
         draft: Later[DraftWeights],
         runner: Later[ModelRunner],
+        extensions: tuple[WorkerExtension, ...],
         stage: KVStage,
         hooks: StepHooks,
     ) -> None:
@@ -45,6 +57,7 @@ class FakeWorker(Worker):
         self._loaded = loaded
         self._draft = draft
         self._runner = runner
+        self._extensions = ExtensionMethods(extensions)
         self._stage = stage
         self._hooks = hooks
         self._layout: KVLayout | None = None
@@ -99,6 +112,13 @@ class FakeWorker(Worker):
 
     def execute_dummy_batch(self) -> None:
         self._runner().execute_dummy_batch(1, 1)
+
+    @property
+    def extension_methods(self) -> tuple[str, ...]:
+        return self._extensions.names
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self._extensions.call(method, *args, **kwargs)
 
     def sleep(self, level: int = 1) -> None:
         """It never tires."""

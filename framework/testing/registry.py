@@ -67,6 +67,7 @@ class FakesPlugin:
             (roles.PIPELINE, fakes_sampling.FakePipeline),
             (roles.KV_CONNECTOR, fakes.FakeKVConnector),
             (roles.OBSERVERS, fakes.FakeObserver),
+            (roles.WORKER_EXTENSIONS, fakes_worker.FakeExtension),
             (roles.WORKER, fakes_worker.FakeWorker),
             (roles.SCHEDULER, fakes_engine.FakeScheduler),
             (roles.TOKENIZER, fakes_text.FakeTokenizer),

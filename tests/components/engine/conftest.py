@@ -133,6 +133,7 @@ class PrefixWorker(Worker):
 
     init_device = load_model = determine_available_memory = plan_kv_cache = initialize_kv_cache = _unused
     compile_or_warm_up_model = execute_dummy_batch = sleep = wake_up = profile = _unused
+    call = extension_methods = _unused
 
     def execute_model(self, output):
         assert self.pending is None, "sample_tokens must follow execute_model"
