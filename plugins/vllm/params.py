@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -75,9 +75,9 @@ def unserved(params: Any) -> Iterator[str]:
             yield name
 
 
-def served_extra_args(parameters: Iterator[str]) -> frozenset[str]:
+def served_extra_args(parameters: Iterable[str]) -> frozenset[str]:
     """Keys of `extra_args` that the parts of a worker read, given the `parameters` of all."""
-    return frozenset({*_OURS, *parameters} - {*attrs.fields_dict(SamplingParams)} | {*_OURS})
+    return frozenset({*_OURS, *(set(parameters) - set(attrs.fields_dict(SamplingParams)))})
 
 
 def sampling_params(params: Any, seed: int) -> SamplingParams:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cpu import CpuPlatform
 
 from workerkit.framework.errors import ConfigError, did_you_mean
@@ -16,7 +17,7 @@ from workerkit.framework.interfaces.sections import CacheSection, LimitsSection
 from workerkit.framework.plan import Plan, make_plan
 from workerkit.framework.plugins import load_plugins
 from workerkit.plugins.vllm import SECTION, settings
-from workerkit.plugins.vllm.params import served_extra_args, unserved
+from workerkit.plugins.vllm.params import sampling_params, served_extra_args, unserved
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -74,15 +75,20 @@ class WorkerkitPlatform(CpuPlatform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse a request before it enters the engine. Raises ValueError, which the HTTP API answers with 400."""
+        """Refuse a request before it enters the engine. Raises VLLMValidationError, which the HTTP API answers with 400
+        (any other with 500)."""
         if problems := [f"{name} is not served by this worker" for name in unserved(params)]:
-            raise ValueError("; ".join(problems))
+            raise VLLMValidationError("; ".join(problems))
         if cls._extra_args is None:
             return
         for name in params.extra_args or ():
             if name not in cls._extra_args:
                 hint = did_you_mean(name, cls._extra_args)
-                raise ValueError(f"extra_args: no part of this worker reads {name!r}; {hint}")
+                raise VLLMValidationError(f"extra_args: no part of this worker reads {name!r}; {hint}")
+        try:
+            sampling_params(params, 0)
+        except (ValueError, TypeError) as error:
+            raise VLLMValidationError(str(error)) from error
 
 
 def _parts(plan: Plan, interface: type[T]) -> Iterator[type[T]]:
@@ -125,6 +131,8 @@ def _update(vllm_config: Any, plan: Plan) -> None:
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     compilation.cudagraph_capture_sizes = []
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # torch's threads do not survive a fork
+    # vLLM would leave a worker in a process of its own all cores but one; the worker's threads wait for nobody.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def _why_steps_wait(plan: Plan) -> str | None:

@@ -3,6 +3,7 @@
 The same work for everyone: SmolLM2-135M, prompts of random token ids, greedy, no end token.
 b1, b8, b32: prompts of 32 tokens, 128 new ones. Tokens/s = N * 127 / (t(128 new) - t(1 new)).
 prefill: 8 prompts of 512 tokens, one new. Tokens/s = 4096 / t.
+workerkit-in-vllm is vLLM's engine and scheduler around our worker, in place of its own.
 llama.cpp is measured by its llama-batched-bench, which neither samples nor schedules: an upper bound of its own.
 
 Each contestant has a process of its own, which is stopped while another runs; they take turns within each round, so
@@ -11,7 +12,7 @@ median of the ratios within a round, with the least and the greatest. bf16 weigh
 weights, packed ones with every peer.
 
 Peers that are not built are listed as such. What they need (each has an environment variable of the same name too):
-  --vllm-venv DIR  PEERS_VLLM_VENV  a virtual environment with vLLM for CPUs and transformers
+  --vllm-venv DIR  PEERS_VLLM_VENV  a virtual environment with vLLM for CPUs, transformers and workerkit
   --llama-bin DIR  PEERS_LLAMA_BIN  the folder of llama-batched-bench
   --hf-dir DIR     PEERS_HF_DIR     the model's folder: config.json, tokenizer, bfloat16 safetensors
   --gguf-dir DIR   PEERS_GGUF_DIR   *.BF16.gguf, *.Q8_0.gguf, *.Q4_1.gguf, *.Q4_0.gguf
@@ -75,11 +76,13 @@ def workerkit(config, settings):
     return run, f"torch {torch.__version__}"
 
 
-def vllm(model, eager):
+def vllm(model, eager=False, worker=None):
+    """`worker`: a workerkit config, as a mapping; None is vLLM's own worker."""
     import vllm
 
     engine = vllm.LLM(
         model,
+        additional_config={"workerkit": worker} if worker else {},
         dtype="bfloat16",
         enforce_eager=eager,
         max_model_len=2048,
@@ -141,10 +144,11 @@ KINDS = {"workerkit": workerkit, "vllm": vllm, "hf": hugging_face, "llama": llam
 
 def serve(kind, options):
     """Answers each line on standard input, the name of a case, with tokens per second on standard output."""
+    begin = time.perf_counter()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print
     run, about = KINDS[kind](**options)
-    print(json.dumps(about), file=answers)
+    print(json.dumps(f"{about}, ready after {time.perf_counter() - begin:.1f} s"), file=answers)
     warm = set()
     for line in sys.stdin:
         case = line.strip()
@@ -167,7 +171,7 @@ class Contestant:
 
     def __init__(self, name, kind, weights, options, python=sys.executable, env=None, needs=()):
         self.name, self.kind, self.weights, self.needs = name, kind, weights, [Path(need) for need in needs]
-        self.ours = kind == "workerkit"
+        self.ours = name.startswith("workerkit")
         self.about = ""
         self._command = [str(python), __file__, "--serve", kind, json.dumps(options)]
         self._env = env or {}
@@ -230,12 +234,18 @@ def contestants(args):
         options = {"config": str(path), "settings": settings}
         yield Contestant(f"workerkit-{name}", "workerkit", weights, options, needs=[path])
     python = Path(args.vllm_venv) / "bin/python"
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+    found = sorted(Path(args.vllm_venv).glob("lib/python*/site-packages/torch/lib/libgomp*.so*"))
+    gomp = {"LD_PRELOAD": str(found[0]) if found else ""}
     for name, eager in (("compiled", False), ("eager", True)):
-        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
-        found = sorted(Path(args.vllm_venv).glob("lib/python*/site-packages/torch/lib/libgomp*.so*"))
-        env["LD_PRELOAD"] = str(found[0]) if found else ""
         options = {"model": args.hf_dir, "eager": eager}
-        yield Contestant(f"vllm-{name}", "vllm", "bf16", options, python, env, needs=[python, args.hf_dir])
+        yield Contestant(f"vllm-{name}", "vllm", "bf16", options, python, {**env, **gomp}, needs=[python, args.hf_dir])
+    for runner in ("v1", "v2"):
+        env["WORKERKIT_CONFIG"] = str(CONFIGS / f"cpu-{runner}.yaml")  # makes the platform ours
+        worker = {"model": {"dtype": "bfloat16"}, "cache": {"memory_bytes": 2**31}, "components": {"runner": runner}}
+        options = {"model": args.hf_dir, "worker": worker}
+        name = f"workerkit-in-vllm-{runner}"
+        yield Contestant(name, "vllm", "bf16", options, python, dict(env), needs=[python, args.hf_dir])
     binary = Path(args.llama_bin) / "llama-batched-bench"
     for kind in ("BF16", "Q8_0", "Q4_1", "Q4_0"):
         gguf = next(Path(args.gguf_dir).glob(f"*{kind}.gguf"), Path(args.gguf_dir) / f"*.{kind}.gguf")
