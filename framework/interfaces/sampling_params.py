@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_library
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,13 @@ import attrs
 from attrs import validators
 
 FINITE = validators.and_(validators.gt(float("-inf")), validators.lt(float("inf")))
+_REAL = validators.instance_of(numbers.Real)
 SMALLEST_TEMPERATURE = 1e-5
 
 
 def _number(*checks: Any) -> Any:
     """None, or a finite number that passes all checks."""
-    return attrs.field(default=None, validator=validators.optional(validators.and_(FINITE, *checks)))
+    return attrs.field(default=None, validator=validators.optional(validators.and_(_REAL, FINITE, *checks)))
 
 
 def _between(low: float, high: float) -> Any:

@@ -1,11 +1,12 @@
 """workerkit under vLLM: its engine, scheduler and server, around the worker that a workerkit config describes.
 
-`platform` and `check_platform` are entry points; vLLM calls them in each of its processes while it is itself being
+`find_platform` and `check_platform` are entry points; vLLM calls them in each of its processes while it is itself being
 imported, so nothing of vLLM is imported here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -19,13 +20,22 @@ def is_wanted() -> bool:
     """Whether a workerkit config was given. Platforms are chosen before vLLM has read its options, hence the look at
     the command line, which its processes share."""
     options = zip(sys.argv, [*sys.argv[1:], ""], strict=True)
-    return bool(os.environ.get(VARIABLE)) or any(
-        option.partition("=")[0].replace("_", "-") == "--additional-config" and f'"{SECTION}"' in option + value
-        for option, value in options
-    )
+    return bool(os.environ.get(VARIABLE)) or any(_gives_config(option, value) for option, value in options)
 
 
-def platform() -> str | None:
+def _gives_config(option: str, value: str) -> bool:
+    """vLLM takes `--additional-config JSON` and `--additional-config.KEY VALUE`, either with "=", "_" for "-"."""
+    name, _, given = option.partition("=")
+    name, *path = name.replace("_", "-").split(".")
+    if name != "--additional-config" or path:
+        return name == "--additional-config" and path[0] == SECTION
+    try:
+        return SECTION in json.loads(given or value)
+    except (ValueError, TypeError):  # vLLM says what is wrong with it
+        return False
+
+
+def find_platform() -> str | None:
     """Entry point of `vllm.platform_plugins`: our platform, or None where nobody has asked for it."""
     return _PLATFORM if is_wanted() else None
 
@@ -44,5 +54,5 @@ def check_platform() -> None:
 
         raise UnsupportedError(
             f"a workerkit config was given ({VARIABLE} or --additional-config), but vLLM runs on {chosen}: "
-            "VLLM_TARGET_DEVICE must not be set to cpu, and VLLM_PLUGINS, when it is set, must name workerkit"
+            "VLLM_TARGET_DEVICE must not be set to cpu"
         )

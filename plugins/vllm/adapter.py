@@ -29,7 +29,6 @@ from workerkit.framework.interfaces.request import (
     NewRequest,
     SchedulerOutput,
 )
-from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.plugins.vllm.params import sampling_params, unserved
 
 # Fields of vLLM's values that are translated, and those that the worker need not know. Any other must be empty, those
@@ -75,6 +74,7 @@ class FailingOutput(VllmOutput):
 class _Stay:
     """What the worker gave for a request since it last entered."""
 
+    prompt_is_due: bool  # its prompt's log-probabilities are asked for and not delivered
     drafts: list[int] = attrs.field(factory=list)  # that it holds to be verified
     prompt: list[Logprobs] = attrs.field(factory=list)  # pieces of its prompt's log-probabilities
 
@@ -84,8 +84,7 @@ class _Live:
     """A request that vLLM has not finished."""
 
     request: NewRequest  # as it last entered
-    prompt_is_due: bool  # its prompt's log-probabilities are asked for and not delivered
-    stay: _Stay | None = None  # None: preempted
+    stay: _Stay | None  # None: preempted
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -95,15 +94,15 @@ class Step:
     output: SchedulerOutput
     req_ids: Sequence[str]  # all that vLLM scheduled, in its order
     mask_rows: Mapping[str, int]  # logits rows, as vLLM counts them
-    running: Mapping[str, tuple[_Live, _Stay]]  # those that the worker runs
+    running: Mapping[str, _Stay]  # those that the worker runs
     failed: Mapping[str, str]  # those that it refuses, and why
 
 
 class Requests:
-    """What vLLM has told of its requests. `check` raises RequestError for parameters that the worker cannot serve;
-    `seed`: where seeds of requests that bring none are drawn from, the same on all ranks."""
+    """What vLLM has told of its requests. `check` raises RequestError for one that the worker cannot serve; `seed`:
+    where seeds of requests that bring none are drawn from, the same on all ranks."""
 
-    def __init__(self, check: Callable[[SamplingParams], None], seed: int) -> None:
+    def __init__(self, check: Callable[[NewRequest], None], seed: int) -> None:
         self._check = check
         self._random = random.Random(seed)
         self._live: dict[str, _Live] = {}
@@ -147,7 +146,7 @@ class Requests:
             ),
             req_ids=tuple(scheduled.num_scheduled_tokens),
             mask_rows=mask_rows,
-            running={req_id: (live, live.stay) for req_id in counts if (live := self._live[req_id]).stay},
+            running={req_id: stay for req_id in counts if (stay := self._live[req_id].stay)},
             failed={r: self._refused[r] for r in scheduled.num_scheduled_tokens if r in self._refused},
         )
 
@@ -169,9 +168,9 @@ class Requests:
                 leaving.add(data.req_id)
                 known = None
             try:
-                new.append(self._enter(self._new(data, known), known))
+                new.append(self._enter(self._new(data, known)))
             except (WorkerkitError, ValueError, TypeError) as error:
-                self._refused[data.req_id] = str(error)
+                self._refused[data.req_id] = str(error.args[0])  # those of attrs carry more than the message
                 self._live.pop(data.req_id, None)
         return new
 
@@ -182,20 +181,21 @@ class Requests:
         problems += [f"sampling_params.{name}" for name in unserved(data.sampling_params)]
         if problems:
             raise RequestError(f"this worker does not serve {', '.join(problems)}")
-        return NewRequest(
+        if known is None:
+            sampling = sampling_params(data.sampling_params, self._random.getrandbits(63))
+        else:
+            sampling = known.request.sampling
+        request = NewRequest(
             req_id=data.req_id,
             token_ids=tuple(data.prefill_token_ids or data.prompt_token_ids),
             prompt_len=len(data.prompt_token_ids),
-            sampling=self._params(data.sampling_params) if known is None else _again(known),
+            sampling=sampling,
             stop_ids=frozenset(data.sampling_params.all_stop_token_ids),
             block_ids=tuple(map(tuple, data.block_ids)),
             num_computed_tokens=data.num_computed_tokens,
         )
-
-    def _params(self, params: Any) -> SamplingParams:
-        ours = sampling_params(params, self._random.getrandbits(63))
-        self._check(ours)
-        return ours
+        self._check(request)
+        return request
 
     def _read_cached(self, scheduled: Any, leaving: set[str], new: list[NewRequest]) -> list[CachedRequest]:
         data, cached = scheduled.scheduled_cached_reqs, []
@@ -217,17 +217,19 @@ class Requests:
             request = attrs.evolve(
                 live.request,
                 token_ids=tuple(data.all_token_ids[req_id]),
-                sampling=_again(live),
                 block_ids=tuple(map(tuple, blocks)),
                 num_computed_tokens=computed,
             )
-            new.append(self._enter(request, live))
+            new.append(self._enter(request))
         return cached
 
-    def _enter(self, request: NewRequest, known: _Live | None) -> NewRequest:
-        live = known or _Live(request, prompt_is_due=request.sampling.prompt_logprobs is not None)
-        live.request, live.stay = request, _Stay()
-        self._live[request.req_id] = live
+    def _enter(self, request: NewRequest) -> NewRequest:
+        """A request that brings tokens is not asked for its prompt's log-probabilities again: vLLM has received them
+        with the first one. Answers cannot tell that, because vLLM drops some that were on their way."""
+        if request.prefill_len > request.prompt_len:
+            request = attrs.evolve(request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None))
+        stay = _Stay(prompt_is_due=request.sampling.prompt_logprobs is not None)
+        self._live[request.req_id] = _Live(request, stay)
         return request
 
     def forget(self) -> SchedulerOutput:
@@ -261,9 +263,9 @@ class Requests:
             if -1 in tokens:
                 failed[req_id] = "no token was possible: the logits were not finite, or every token was banned"
         for req_id, drafts in zip(result.req_ids, result.draft_token_ids, strict=bool(result.draft_token_ids)):
-            step.running[req_id][1].drafts = list(drafts)
+            step.running[req_id].drafts = list(drafts)
         for req_id, piece in result.prompt_logprobs.items():
-            step.running[req_id][1].prompt.append(piece)
+            step.running[req_id].prompt.append(piece)
         tokens_of = [[] if req_id in failed else list(sampled.get(req_id, ())) for req_id in step.req_ids]
         return FailingOutput(
             req_ids=list(step.req_ids),
@@ -286,14 +288,6 @@ def _set_beyond(value: Any, known: frozenset[str]) -> list[str]:
     return [name for name, content in unknown if isinstance(content, torch.Tensor) or content]
 
 
-def _again(live: _Live) -> SamplingParams:
-    """Parameters of a request that comes back: log-probabilities that vLLM has received are not computed again."""
-    params = live.request.sampling
-    if live.prompt_is_due or params.prompt_logprobs is None:
-        return params
-    return attrs.evolve(params, prompt_logprobs=None)
-
-
 def _columns(logprobs: Logprobs) -> list[int]:
     """vLLM wants the token itself and either the chosen ones or the most likely ones."""
     width, chosen = logprobs.token_ids.shape[1], 1 + logprobs.num_top
@@ -312,9 +306,9 @@ def _logprobs(
     for req_id, start, end in zip(req_ids, starts, starts[1:], strict=False):
         if req_id in columns and end > start:
             part, wanted = logprobs[req_id], columns[req_id]
-            ids[start:end, : len(wanted)] = part.token_ids[: end - start, wanted]
-            values[start:end, : len(wanted)] = part.logprobs[: end - start, wanted]
-            ranks[start:end] = part.ranks[: end - start]
+            ids[start:end, : len(wanted)] = part.token_ids[:, wanted]
+            values[start:end, : len(wanted)] = part.logprobs[:, wanted]
+            ranks[start:end] = part.ranks
     return LogprobsLists(ids, values, ranks, starts)
 
 
@@ -322,9 +316,9 @@ def _prompts(step: Step, tokens: Sequence[Sequence[int]]) -> dict[str, LogprobsT
     """Prompts that are complete: vLLM wants them whole, with the first token."""
     done = {}
     for req_id, sampled in zip(step.req_ids, tokens, strict=True):
-        live, stay = step.running.get(req_id, (None, None))
-        if live is not None and stay is not None and live.prompt_is_due and sampled:
-            live.prompt_is_due = False
+        stay = step.running.get(req_id)
+        if stay is not None and stay.prompt_is_due and sampled:
+            stay.prompt_is_due = False
             pieces, stay.prompt = stay.prompt, []
             done[req_id] = LogprobsTensors(
                 _joined([piece.token_ids for piece in pieces], np.zeros((0, 1), np.int64)),

@@ -12,7 +12,6 @@ from workerkit.framework.interfaces.sampling_params import SamplingParams, Struc
 
 _SAME = (
     "temperature",
-    "top_k",
     "top_p",
     "min_p",
     "presence_penalty",
@@ -24,6 +23,7 @@ _SAME = (
 )
 _TRANSLATED = frozenset(
     {
+        "top_k",
         "seed",
         "logit_bias",
         "allowed_token_ids",
@@ -93,6 +93,7 @@ def sampling_params(params: Any, seed: int) -> SamplingParams:
     return SamplingParams(
         **fields,
         **{name: extra.pop(name) for name in _OURS if name in extra},
+        top_k=max(params.top_k, 0),  # -1 is off, too
         seed=seed if params.seed is None else params.seed % 2**63,
         logit_bias=params.logit_bias or {},
         allowed_token_ids=tuple(params.allowed_token_ids) if params.allowed_token_ids else None,

@@ -53,6 +53,10 @@ class WorkerkitPlatform(CpuPlatform):
         return cls.device_name
 
     @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """There is no kernel of vLLM's to replace: none is launched."""
+
+    @classmethod
     def update_block_size_for_backend(cls, vllm_config: Any) -> None:
         """The block size stays as `check_and_update_config` has left it."""
 
@@ -88,7 +92,7 @@ class WorkerkitPlatform(CpuPlatform):
         try:
             sampling_params(params, 0)
         except (ValueError, TypeError) as error:
-            raise VLLMValidationError(str(error)) from error
+            raise VLLMValidationError(str(error.args[0])) from error  # those of attrs carry more than the message
 
 
 def _parts(plan: Plan, interface: type[T]) -> Iterator[type[T]]:
@@ -117,10 +121,11 @@ def _update(vllm_config: Any, plan: Plan) -> None:
         _log.info("asynchronous scheduling is off: %s", why)
         scheduler.async_scheduling = False
     scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
-    # vLLM makes room for drafts when it has a speculative_config.
+    # vLLM makes room for drafts when it has a speculative_config. It checks that again when its engine starts: of the
+    # methods without a draft model, this alone goes with asynchronous scheduling. vLLM's scheduler knows no methods.
     if (count := plan.sections[LimitsSection].num_speculative_tokens) and vllm_config.speculative_config is None:
         vllm_config.speculative_config = SpeculativeConfig(
-            method="custom_class",
+            method="ngram_gpu",
             model=settings.SPECULATOR,
             num_speculative_tokens=count,
             target_model_config=vllm_config.model_config,

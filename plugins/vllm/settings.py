@@ -48,7 +48,7 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("--hf-config-path", "model_config.hf_config_path", (None,)),
     ("--logprobs-mode", "model_config.logprobs_mode", ("raw_logprobs", "processed_logprobs")),
     ("--return-sampling-mask", "model_config.return_sampling_mask", (False,)),
-    ("--enable-return-routed-experts", "model_config.enable_return_routed_experts", (False,)),
+    ("--enable-return-routed-experts", "aux_output_config.enable_return_routed_experts", (False,)),
     ("--disable-sliding-window", "model_config.disable_sliding_window", (False,)),
     ("--sleep-preserve-parameter-names", "model_config.sleep_preserve_parameter_names", (None, [], ())),
     ("--kv-cache-dtype", "cache_config.cache_dtype", ("auto",)),

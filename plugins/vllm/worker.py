@@ -11,10 +11,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from workerkit.framework.assembly import assemble
-from workerkit.framework.errors import UnsupportedError
+from workerkit.framework.errors import RequestError, UnsupportedError
 from workerkit.framework.interfaces.kv_cache import AttentionLayer
 from workerkit.framework.interfaces.model import LoadedModel
-from workerkit.framework.interfaces.request import ModelRunnerOutput, StepOutput
+from workerkit.framework.interfaces.request import ModelRunnerOutput, NewRequest, StepOutput
 from workerkit.framework.interfaces.speculation import DraftWeights
 from workerkit.framework.roles import DEVICE
 from workerkit.plugins.vllm import settings
@@ -52,8 +52,9 @@ class VllmWorker(WorkerBase):
         source = settings.source_of(vllm_config)
         self._assembly = assemble(settings.document(vllm_config, source, self._ahead))
         self._worker = self._assembly.worker
-        self._requests = Requests(self._worker.check_request, vllm_config.model_config.seed or 0)
+        self._requests = Requests(self._check, vllm_config.model_config.seed or 0)
         self._step: Step | None = None
+        self._asleep: tuple[str, ...] = ()  # tags
         if hidden := sorted(name for name in self._worker.extension_methods if hasattr(type(self), name)):
             raise UnsupportedError(
                 f"components.worker_extensions offers {', '.join(hidden)}, which vLLM's worker has already "
@@ -64,6 +65,13 @@ class VllmWorker(WorkerBase):
         if not name.startswith("_") and name in self._worker.extension_methods:
             return lambda *args, **kwargs: self._worker.call(name, *args, **kwargs)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _check(self, new: NewRequest) -> None:
+        """vLLM bounds prompts by what its tokenizer knows, which may be more than the model does."""
+        size = self._worker.shape.vocab_size
+        if wrong := [token for token in new.token_ids if not 0 <= token < size]:
+            raise RequestError(f"token id {wrong[0]} is not in the model's vocabulary, 0 to {size - 1}")
+        self._worker.check_request(new.sampling)
 
     # Starting
 
@@ -139,14 +147,24 @@ class VllmWorker(WorkerBase):
 
     def sleep(self, level: int = 1) -> None:
         """See `Worker.sleep`. Requests that vLLM keeps come back as preempted ones."""
+        if self._asleep and level == 1:  # `discard` came before
+            return
         self._worker.execute_model(self._requests.forget())
         self._worker.sleep(level)
+        self._asleep = ("weights", "kv_cache") if level == 2 else ("kv_cache",)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        if tags:
-            self._worker.wake_up(tuple(tags))
-        else:
-            self._worker.wake_up()
+        """vLLM takes weights for asleep at level 1, too, and may wake them last: ours were never."""
+        wanted = tuple(tag for tag in self._asleep if tags is None or tag in tags)
+        self._asleep = tuple(tag for tag in self._asleep if tag not in wanted)
+        if wanted:
+            self._worker.wake_up(wanted)
+
+    def discard(self, tags: Sequence[str]) -> None:
+        """The cache alone, which is what sleep of level 1 gives back."""
+        if [*tags] != ["kv_cache"]:
+            raise UnsupportedError(f"discard gives back the kv_cache, not {', '.join(tags)}")
+        self.sleep(1)
 
     def synchronize_device(self) -> None:
         self._assembly.get(DEVICE).synchronize()

@@ -72,16 +72,16 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def vllm_server(model, log, *arguments, config=None, env=None, deadline=180):
+def vllm_server(model, log, *arguments, config=None, env=None, deadline=180, command=None):
     """Serve the folder `model` and yield a VllmServer once it is healthy; at the end no process of it is left.
 
     log: file that gets all output. arguments: options as of `vllm serve`, such as "--max-num-seqs=8". config: the
     worker's YAML file, or None for vLLM's own worker. env: further variables. deadline: seconds until it must be
-    healthy.
+    healthy. command: what starts the server and names the model, in place of the module.
     """
     port = _free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
-    command += ["--host=127.0.0.1", f"--port={port}", *arguments]
+    command = command or [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
+    command = [*command, "--host=127.0.0.1", f"--port={port}", *arguments]
     settings = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     settings |= ENVIRONMENT | ({} if config is None else {"WORKERKIT_CONFIG": str(config)}) | (env or {})
     log = Path(log)

@@ -4,6 +4,7 @@ Nothing here imports vLLM at its top: the filters below must come first.
 """
 
 import importlib.util
+import os
 
 import pytest
 import vllm_model
@@ -12,6 +13,10 @@ import yaml
 INSTALLED = importlib.util.find_spec("vllm") is not None
 # `pytest tests/vllm` without vLLM finds no test, which pytest counts as a failure: `make test-vllm` cannot pass idly.
 collect_ignore_glob = [] if INSTALLED else ["*"]
+
+if INSTALLED:  # vLLM settles both for the whole process; engines in it name their config in additional_config
+    os.environ.setdefault("WORKERKIT_CONFIG", "named by no test")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 # vLLM and its imports warn by the dozen, of each other. What our code, its tests and pytest itself cause stays an
 # error; a warning is filed under the module that it points to, so that is what decides. The last line that fits wins.
