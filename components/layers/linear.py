@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from workerkit.components.layers.weights import Destination, Weight, copy, packed, to_int8
+from workerkit.components.layers.weights import Destination, KernelWeights, Weight, copy, packed, to_int8
 from workerkit.framework.interfaces.kernels import Kernels, Matrix
 from workerkit.framework.interfaces.model import QuantizedTensor
 from workerkit.framework.interfaces.sections import Quantization
 
 
-class MergedLinear(torch.nn.Module):
+class MergedLinear(KernelWeights):
     """Projections of one input, their outputs side by side: one matrix product where a checkpoint has several.
 
     The weight is kept by the kernels alone, in the form that suits them. It is made as soon as all pieces are there,
@@ -63,8 +63,11 @@ class MergedLinear(torch.nn.Module):
                 places[f"{name}.{end}"] = Destination(shape, partial(self._add, f"{name}.{end}"))
         return places
 
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        return () if self.matrix is None else self.matrix.tensors
+
     def release(self) -> None:
-        """Give the weight up."""
         self.matrix, self.is_unpacked = None, False
         self._pieces.clear()
 

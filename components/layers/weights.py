@@ -23,6 +23,19 @@ class Destination:
     is_floating_point: bool = True
 
 
+class KernelWeights(torch.nn.Module):
+    """Weights that the kernels keep in a form of their own."""
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """All of it; () before it is loaded."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give it up; loading makes it anew, elsewhere in memory."""
+        raise NotImplementedError
+
+
 def destination(tensor: torch.Tensor) -> Destination:
     """Of a tensor that is kept as it is: a norm's weight, a buffer."""
     return Destination(tuple(tensor.shape), lambda weight: copy([weight], tensor), tensor.is_floating_point())

@@ -1,8 +1,8 @@
 """Hugging Face's config.json (and generation_config.json) to a ModelConfig, in the spellings of transformers 4 and 5.
 
-The four families that the native decoder knows are checked strictly; any other architecture, a draft's or a plugin's,
+The families that the native decoder knows are checked strictly; any other architecture, a draft's or a plugin's,
 is only required to have the fields every decoder has, and finds the rest in `ModelConfig.raw`. If its `model_type` is
-one of the four, its layers are such: biases, norms of queries and keys, and sliding windows are read as there.
+one of these, its layers are such: biases, norms of queries and keys, and sliding windows are read as there.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from workerkit.framework.errors import ModelError
-from workerkit.framework.interfaces.model import ModelConfig, RopeConfig
+from workerkit.framework.interfaces.model import ModelConfig, MoEConfig, RopeConfig
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+_QWEN = ("qwen2", "qwen3", "qwen3_moe")
 MEDUSA = "MedusaModel"
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -143,7 +146,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     if strict and raw.get("quantization_config") is not None:
         fields.problem("quantization_config", "is not supported; use a checkpoint of plain weights, or a GGUF file")
     hidden_act = fields.choice("hidden_act", _ACTIVATIONS, "silu") if strict else str(raw.get("hidden_act", "silu"))
-    attention_bias = fields.flag("attention_bias", False) if family in ("llama", "qwen3") else False
+    attention_bias = fields.flag("attention_bias", False) if family in ("llama", "qwen3", "qwen3_moe") else False
     dtype_field = "dtype" if raw.get("dtype") is not None else "torch_dtype"
     dtype = str(raw.get(dtype_field) or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
@@ -169,9 +172,10 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         hidden_act="silu" if hidden_act == "swish" else hidden_act,
         sliding_windows=_sliding_windows(raw, fields, family, num_layers),
+        moe=_moe(raw, fields, family, num_layers),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=dtype,
@@ -210,7 +214,9 @@ def _sliding_windows(
         # absent means 4096 there, null means none: transformers' default is not null
         window = fields.integer("sliding_window", default=None) if "sliding_window" in raw else 4096
         return () if window is None else (window,) * num_layers
-    if family not in ("qwen2", "qwen3") or not fields.flag("use_sliding_window", False):
+    if family == "mixtral" and raw.get("sliding_window") is not None:
+        return (fields.integer("sliding_window"),) * num_layers
+    if family not in _QWEN or not fields.flag("use_sliding_window", False):
         return ()
     window = fields.integer("sliding_window", default=None) if "sliding_window" in raw else 4096
     if window is None:
@@ -226,6 +232,30 @@ def _sliding_windows(
         return ()
     windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     return windows if any(windows) else ()
+
+
+def _moe(raw: Mapping[str, Any], fields: _Fields, family: str | None, num_layers: int) -> MoEConfig | None:
+    if family not in ("mixtral", "qwen3_moe"):
+        return None
+    # transformers 5 saves `num_local_experts` where hub files of Qwen3 have `num_experts`
+    number = fields.integer("num_experts" if raw.get("num_experts") is not None else "num_local_experts")
+    per_token = fields.integer("num_experts_per_tok", default=2 if family == "mixtral" else 8)
+    if per_token > number:
+        fields.problem("num_experts_per_tok", f"{per_token} of {number} experts")
+    if family == "mixtral":
+        layers: tuple[int, ...] = tuple(range(num_layers))
+        inner = fields.integer("intermediate_size")
+    else:
+        step, dense = fields.integer("decoder_sparse_step", default=1), raw.get("mlp_only_layers") or ()
+        layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
+        inner = fields.integer("moe_intermediate_size")
+    return MoEConfig(
+        num_experts=number,
+        num_experts_per_tok=per_token,
+        intermediate_size=inner,
+        normalize=family == "mixtral" or fields.flag("norm_topk_prob", False),
+        sparse_layers=layers,
+    )
 
 
 def _rope(raw: Mapping[str, Any], problems: list[str], head_dim: int, max_position: int, strict: bool) -> RopeConfig:

@@ -10,7 +10,7 @@ import torch
 
 from workerkit.components.layers.linear import MergedLinear
 from workerkit.components.layers.rope import RotaryEmbedding
-from workerkit.components.layers.weights import Destination, Weight
+from workerkit.components.layers.weights import Destination, KernelWeights, Weight
 from workerkit.framework.errors import WeightError
 from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, Network, QuantizedTensor
 from workerkit.framework.interfaces.sections import QuantizationSection
@@ -57,9 +57,9 @@ class CheckpointNetwork(torch.nn.Module, Network):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.named_parameters()
         yield from self.named_buffers()
-        for name, linear in self._linears():
-            if linear.matrix is not None:
-                yield from ((f"{name}.{index}", tensor) for index, tensor in enumerate(linear.matrix.tensors))
+        for name, module in self.named_modules():
+            if isinstance(module, KernelWeights):
+                yield from ((f"{name}.{index}", tensor) for index, tensor in enumerate(module.kept))
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> None:
@@ -104,8 +104,9 @@ class CheckpointNetwork(torch.nn.Module, Network):
             logger.warning("not kept packed, for their parts are packed in different ways: %s", ", ".join(unpacked))
 
     def release(self) -> None:
-        for _, linear in self._linears():
-            linear.release()
+        for module in self.modules():
+            if isinstance(module, KernelWeights):
+                module.release()
 
     def _linears(self) -> Iterator[tuple[str, MergedLinear]]:
         return ((name, module) for name, module in self.named_modules() if isinstance(module, MergedLinear))

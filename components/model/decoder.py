@@ -9,6 +9,8 @@ import torch
 
 from workerkit.components.layers.embedding import Embedding
 from workerkit.components.layers.linear import Linear, MergedLinear
+from workerkit.components.layers.mlp import GatedMLP
+from workerkit.components.layers.moe import SparseMLP
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
 from workerkit.components.layers.weights import Destination, destination
@@ -30,6 +32,7 @@ class DecoderLayer(torch.nn.Module):
 
     input_size: width of what attention reads, hidden_size if None; what it returns is hidden_size wide in any case.
     has_input_norm: False for the first layer of some drafts, which has no such norm: only `after_norm` serves it.
+    mlp: what comes behind attention, a gated MLP if None.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class DecoderLayer(torch.nn.Module):
         *,
         input_size: int | None = None,
         has_input_norm: bool = True,
+        mlp: GatedMLP | SparseMLP | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -50,8 +54,6 @@ class DecoderLayer(torch.nn.Module):
         query_size, key_size = layer.num_heads * head_dim, layer.num_kv_heads * head_dim
         self.split = [query_size, key_size, key_size]
         qkv = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
-        inner = config.intermediate_size
-        gate_up = {"gate_proj": inner, "up_proj": inner}
         self.input_layernorm: RMSNorm | None = None
         if has_input_norm:
             self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
@@ -63,8 +65,7 @@ class DecoderLayer(torch.nn.Module):
             self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, kernels, dtype, device)
         self.o_proj = Linear("o_proj", query_size, hidden, config.o_bias, kernels, dtype, device, "attention")
         self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
-        self.gate_up_proj = MergedLinear(hidden, gate_up, config.mlp_bias, kernels, dtype, device, "mlp")
-        self.down_proj = Linear("down_proj", inner, hidden, config.mlp_bias, kernels, dtype, device, "mlp")
+        self.mlp = mlp or GatedMLP(hidden, config.intermediate_size, config.mlp_bias, kernels, dtype, device)
 
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
@@ -85,7 +86,7 @@ class DecoderLayer(torch.nn.Module):
         query, key = self.kernels.rotary_embedding(query, key, cos, sin)
         attended = attend(self.layer, query, key, value)
         x, residual = self.post_attention_layernorm.add(self.o_proj(attended.reshape(num_tokens, -1)), residual)
-        return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x))), residual
+        return self.mlp(x), residual
 
     def projections(self) -> Sequence[MergedLinear]:
         """What makes queries, keys and values."""
@@ -100,12 +101,9 @@ class DecoderLayer(torch.nn.Module):
         tensors = {"post_attention_layernorm.weight": destination(self.post_attention_layernorm.weight)}
         if self.input_layernorm is not None:
             tensors["input_layernorm.weight"] = destination(self.input_layernorm.weight)
-        for room, linears in (
-            ("self_attn", (*self.projections(), self.o_proj)),
-            ("mlp", (self.gate_up_proj, self.down_proj)),
-        ):
-            for linear in linears:
-                tensors |= {f"{room}.{name}": place for name, place in linear.destinations().items()}
+        for linear in (*self.projections(), self.o_proj):
+            tensors |= {f"self_attn.{name}": place for name, place in linear.destinations().items()}
+        tensors |= self.mlp.destinations()
         if self.q_norm is not None and self.k_norm is not None:
             tensors["self_attn.q_norm.weight"] = destination(self.q_norm.weight)
             tensors["self_attn.k_norm.weight"] = destination(self.k_norm.weight)
@@ -143,11 +141,16 @@ class Decoder(CheckpointNetwork):
         kind = "head" if config.tie_word_embeddings else "embedding"
         self.embed_tokens = Embedding(EMBEDDING, config.vocab_size, config.hidden_size, kernels, dtype, device, kind)
         self.layers = torch.nn.ModuleList(
-            DecoderLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
+            DecoderLayer(config, layer, kernels, dtype, device, mlp=self.make_mlp(layer.index, dtype, device))
+            for layer in self._attention_layers
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels, dtype, device)
         self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
         self.lm_head: Linear = self.embed_tokens  # until a checkpoint has another one
+
+    def make_mlp(self, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP | None:
+        """What layer `index` has behind its attention; None: a gated MLP by the config's numbers."""
+        return None
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:

@@ -11,6 +11,7 @@ from workerkit.components.model.drafts.block import DFlashDraftModel, DSparkDraf
 from workerkit.components.model.drafts.eagle import Eagle, Eagle3
 from workerkit.components.model.drafts.medusa import Medusa
 from workerkit.components.model.drafts.mtp import MTP
+from workerkit.components.model.moe import Mixtral, Qwen3Moe
 from workerkit.framework.errors import ModelError, did_you_mean
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.model import ModelConfig, ModelLibrary, Network
@@ -26,6 +27,8 @@ class NativeLibrary(ModelLibrary):
         "MistralForCausalLM": Decoder,
         "Qwen2ForCausalLM": Decoder,
         "Qwen3ForCausalLM": Decoder,
+        "MixtralForCausalLM": Mixtral,
+        "Qwen3MoeForCausalLM": Qwen3Moe,
         # Drafts, by the names of their authors, of vLLM and of speculators.
         "EagleLlamaForCausalLM": Eagle,
         "EagleSpeculator": Eagle,

@@ -22,6 +22,7 @@ OPS = (
     "linear_q8",
     "linear_w8",
     "linear_w8a8",
+    "experts",
     "rms_norm",
     "fused_add_rms_norm",
     "rotary_cos_sin",
@@ -50,7 +51,9 @@ OPS = (
 
 # Products, norms and attention: fast forms of them choose by the number of rows how to sum up.
 BATCH_SENSITIVE = frozenset(
-    op for op in OPS if op.startswith("linear") or op == "embedding" or op.endswith(("_norm", "_attention"))
+    op
+    for op in OPS
+    if op.startswith("linear") or op in ("embedding", "experts") or op.endswith(("_norm", "_attention"))
 )
 
 
@@ -104,6 +107,7 @@ class Kernels(abc.ABC):
     linear_q8: LinearQ8
     linear_w8: LinearW8
     linear_w8a8: LinearW8
+    experts: StackedExperts
     rms_norm: RmsNorm
     fused_add_rms_norm: FusedAddRmsNorm
     rotary_cos_sin: RotaryCosSin
@@ -224,6 +228,25 @@ class LinearW8(Protocol):
     def __call__(
         self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> Matrix: ...
+
+
+class Experts(Protocol):
+    """Gated MLPs, of which each token goes through a few."""
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+        """x [T, H], expert_ids [T, k] int64, their weights [T, k] float32 -> [T, H], the weighted sum in x's dtype."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that they keep."""
+        ...
+
+
+class StackedExperts(Protocol):
+    """gate_up [E, 2 I, H] (gate's rows first), down [E, H, I] -> the experts. They may keep the weights as they are."""
+
+    def __call__(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts: ...
 
 
 class RmsNorm(Protocol):

@@ -37,6 +37,17 @@ class RopeConfig:
 
 
 @attrs.frozen(kw_only=True)
+class MoEConfig:
+    """Layers whose MLP is a mixture of experts."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    normalize: bool = True  # weights of a token's experts add up to 1
+    sparse_layers: tuple[int, ...]  # all others have a plain MLP
+
+
+@attrs.frozen(kw_only=True)
 class ModelConfig:
     """What a checkpoint says of its architecture, in the names of Hugging Face's config.json."""
 
@@ -58,6 +69,7 @@ class ModelConfig:
     qk_norm: bool = False
     hidden_act: str = "silu"
     sliding_windows: tuple[int | None, ...] = ()  # one entry a layer: tokens a query may see, itself included
+    moe: MoEConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # what the checkpoint was saved in

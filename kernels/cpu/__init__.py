@@ -8,6 +8,7 @@ from typing import Any
 from workerkit.kernels.cpu.attention import decode_attention, prefill_attention
 from workerkit.kernels.cpu.bitmask import apply_grammar_bitmask
 from workerkit.kernels.cpu.cache import reshape_and_cache
+from workerkit.kernels.cpu.experts import experts
 from workerkit.kernels.cpu.logprobs import most_likely_tokens
 from workerkit.kernels.cpu.norm import fused_add_rms_norm, rms_norm
 from workerkit.kernels.cpu.penalties import apply_bad_words, apply_penalties
@@ -20,6 +21,7 @@ from workerkit.kernels.cpu.truncation import apply_min_p, apply_top_k_top_p_npu,
 OPS: dict[str, Callable[..., Any]] = {
     "linear": linear,
     "embedding": embedding,
+    "experts": experts,
     "rms_norm": rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm,
     "rotary_embedding": rotary_embedding,

@@ -9,6 +9,7 @@ from workerkit.kernels.reference.activation import add, silu_and_mul
 from workerkit.kernels.reference.attention import decode_attention, paged_attention, prefill_attention
 from workerkit.kernels.reference.bitmask import apply_grammar_bitmask
 from workerkit.kernels.reference.cache import reshape_and_cache
+from workerkit.kernels.reference.experts import experts
 from workerkit.kernels.reference.logprobs import compute_token_logprobs, most_likely_tokens
 from workerkit.kernels.reference.norm import fused_add_rms_norm, rms_norm
 from workerkit.kernels.reference.penalties import apply_bad_words, apply_penalties
@@ -31,6 +32,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "linear_q8": linear_q8,
     "linear_w8": linear_w8,
     "linear_w8a8": linear_w8a8,
+    "experts": experts,
     "rms_norm": rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm,
     "rotary_cos_sin": rotary_cos_sin,

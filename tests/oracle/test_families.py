@@ -36,6 +36,16 @@ FAMILIES = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "Qwen3": {"head_dim": 32, "tie_word_embeddings": True},
     "Mistral": {"sliding_window": 8},
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8},
+    "Qwen3Moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "head_dim": 32,
+    },
+    "Qwen3Moe-plain-weights": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
 }
 
 

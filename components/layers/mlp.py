@@ -1,0 +1,40 @@
+"""The gated MLP of a decoder's layer."""
+
+from __future__ import annotations
+
+import torch
+
+from workerkit.components.layers.linear import Linear, MergedLinear
+from workerkit.components.layers.weights import Destination
+from workerkit.framework.interfaces.kernels import Kernels
+
+
+class GatedMLP(torch.nn.Module):
+    """down(silu(gate(x)) * up(x)). `room`: where its tensors are below a layer in a checkpoint."""
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        bias: bool,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        room: str = "mlp",
+    ) -> None:
+        super().__init__()
+        self.room = room
+        self.kernels = kernels
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = MergedLinear(hidden, gate_up, bias, kernels, dtype, device, "mlp")
+        self.down_proj = Linear("down_proj", inner, hidden, bias, kernels, dtype, device, "mlp")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        result: torch.Tensor = self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))
+        return result
+
+    def destinations(self) -> dict[str, Destination]:
+        """Checkpoint name below the layer -> where the tensor goes."""
+        places = self.gate_up_proj.destinations() | self.down_proj.destinations()
+        return {f"{self.room}.{name}": place for name, place in places.items()}

@@ -1,0 +1,31 @@
+"""Decoders whose MLPs are mixtures of experts."""
+
+from __future__ import annotations
+
+import torch
+
+from workerkit.components.layers.mlp import GatedMLP
+from workerkit.components.layers.moe import SparseMLP
+from workerkit.components.model.decoder import Decoder
+
+
+class Mixtral(Decoder):
+    """A router and experts in every layer."""
+
+    room = "block_sparse_moe"
+    expert_names = ("w1", "w3", "w2")  # gate, up, down
+
+    def make_mlp(self, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP | None:
+        moe = self.config.moe
+        assert moe is not None, "the loader reads it for this architecture"
+        if index not in moe.sparse_layers:
+            return None
+        hidden, names = self.config.hidden_size, self.expert_names
+        return SparseMLP(moe, hidden, names, self.kernels, dtype, device, self.room)
+
+
+class Qwen3Moe(Mixtral):
+    """Likewise, but for the layers that the config leaves out."""
+
+    room = "mlp"
+    expert_names = ("gate_proj", "up_proj", "down_proj")
