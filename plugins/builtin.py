@@ -59,6 +59,9 @@ def worker_components(registry: Registry) -> None:
     add(roles.KERNEL_LIBRARY, "cpu", f"{library}:CpuKernels", suits=_on("cpu"), priority=10)
     add(roles.KERNEL_LIBRARY, "reference", f"{library}:ReferenceKernels", suits=_anywhere)
     add(roles.MODEL, "native", f"{_C}.model.native:NativeModel")
+    hf = ("transformers", "transformers")
+    brings = {"loader": "transformers"}
+    add(roles.MODEL, "transformers", f"{_C}.model.transformers:TransformersModel", requires=hf, defaults=brings)
     add(roles.MODEL_LIBRARY, "native", f"{_C}.model.library:NativeLibrary")
     add(roles.DRAFT, "checkpoint", f"{_C}.model.draft:CheckpointDraft")
     add(roles.DRAFT, "random", f"{_C}.model.draft:RandomDraft")
@@ -67,6 +70,7 @@ def worker_components(registry: Registry) -> None:
     add(roles.LOADER, "auto_detect", f"{_C}.loader.auto:AutoLoader")
     add(roles.LOADER, "safetensors", f"{_C}.loader.safetensors:SafetensorsLoader")
     add(roles.LOADER, "gguf", f"{_C}.loader.gguf:GGUFLoader")
+    add(roles.LOADER, "transformers", f"{_C}.loader.transformers:TransformersLoader", requires=hf)
     add(roles.LOADER, "random", f"{_C}.loader.random:RandomLoader")
     # In the order in which they run: what is possible, then penalties, then the shape of what is left. The bitmask of a
     # grammar comes before all of them.

@@ -1,0 +1,231 @@
+"""Any causal language model of transformers whose attention can be replaced, over our paged cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from workerkit.components.model.transformers_attention import ARGUMENT, NAME, register
+from workerkit.framework.errors import ModelError, UnsupportedError
+from workerkit.framework.interfaces.attention import AttentionBackend
+from workerkit.framework.interfaces.device import DeviceContext
+from workerkit.framework.interfaces.kernels import Kernels
+from workerkit.framework.interfaces.kv_cache import AttentionLayer
+from workerkit.framework.interfaces.model import (
+    LoadedModel,
+    Model,
+    ModelConfig,
+    ModelInputs,
+    ModelLoader,
+    ModelOutput,
+    Network,
+    QuantizedTensor,
+)
+from workerkit.framework.interfaces.sections import ModelSection
+from workerkit.framework.interfaces.store import ModelStore
+
+# What an attention layer may ask of its function besides the product itself, and the values that ask for nothing.
+_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "attention_mask": (None,),
+    "dropout": (0, 0.0, None),
+    "is_causal": (True, None),
+    "softcap": (None,),
+    "s_aux": (None,),
+    "position_bias": (None,),
+    "alibi": (None,),
+    "head_mask": (None,),
+}
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that depend on the longest request of a batch
+
+
+class TransformersModel(Model):
+    """`from_pretrained` reads the weights, from safetensors only; no code of a checkpoint is run."""
+
+    def __init__(
+        self,
+        section: ModelSection,
+        context: DeviceContext,
+        loader: ModelLoader,
+        files: ModelStore,
+        attention: AttentionBackend,
+        kernels: Kernels,
+    ) -> None:
+        self._section = section
+        self._context = context
+        self._loader = loader
+        self._files = files
+        self._attention = attention
+        self._kernels = kernels
+
+    def load(self) -> LoadedModel:
+        if self._section.quantization.uses - {"none"}:
+            raise UnsupportedError("model.quantization: `model: transformers` keeps weights in model.dtype")
+        config = self._loader.read_config()
+        layers = self._probe(config)
+        self._kernels.prepare(self._context)
+        self._attention.prepare(layers, self._context.dtype)
+        network = TransformersNetwork(config, self._read(), layers)
+        weight_bytes = sum(tensor.nbytes for _, tensor in network.weights())
+        return LoadedModel(network=network, config=config, weight_bytes=weight_bytes)
+
+    def reload_weights(self, loaded: LoadedModel) -> None:
+        loaded.network.load_weights(TransformersNetwork(loaded.config, self._read(), ()).weights())
+
+    def _probe(self, config: ModelConfig) -> tuple[AttentionLayer, ...]:
+        """The attention layers of the model, found by running one token through it without weights."""
+        import transformers
+
+        register()
+        hf_config = transformers.AutoConfig.from_pretrained(self._folder(), trust_remote_code=False)
+        _check_rope(hf_config)
+        try:
+            with torch.device("meta"):
+                model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    hf_config, attn_implementation=NAME
+                ).eval()
+        except (ValueError, ImportError) as error:
+            raise ModelError(f"{config.architecture} cannot run over the paged cache: {error}") from error
+        return probe(model, config)
+
+    def _read(self) -> Any:
+        import transformers
+
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            self._folder(),
+            dtype=self._context.dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+        model.to(self._context.device).eval().requires_grad_(False)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()  # memory of our own: that was the file, mapped
+        return model
+
+    def _folder(self) -> str:
+        return str(self._files.resolve(self._section.source))
+
+
+def _check_rope(hf_config: Any) -> None:
+    rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if found := kinds & set(_LENGTH_DEPENDENT):
+        raise UnsupportedError(
+            f"rope_type {', '.join(sorted(found))}: transformers computes it from the longest request of a batch"
+        )
+
+
+def probe(model: Any, config: ModelConfig) -> tuple[AttentionLayer, ...]:
+    """Run one token through a model on the meta device. Raises ModelError for what the paged cache does not serve."""
+    layers: list[AttentionLayer] = []
+    names = {id(module): name for name, module in model.named_modules()}
+    problems: dict[str, None] = {}
+
+    def note(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: dict[str, Any]
+    ) -> torch.Tensor:
+        name, window = names[id(module)], keywords.get("sliding_window")
+        for keyword, nothing in _ASKS_FOR_NOTHING.items():
+            if (given := keywords.get(keyword)) is not None and given not in nothing:
+                problems[f"{name} asks for {keyword}"] = None
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            problems[f"{name}: queries, keys and values differ in size"] = None
+        if getattr(module, "is_causal", True) is False:
+            problems[f"{name} is not causal"] = None
+        scale = keywords.get("scaling")
+        layers.append(
+            AttentionLayer(
+                name=name,
+                index=len(layers),
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                head_dim=query.shape[2],
+                scale=query.shape[2] ** -0.5 if scale is None else float(scale),
+                sliding_window=window,
+            )
+        )
+        return torch.empty_like(query)
+
+    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad():
+            model.base_model(input_ids=ids, position_ids=ids, use_cache=False, **{ARGUMENT: note})
+    except (TypeError, KeyError) as error:  # it does not pass keywords on to its attention layers
+        problems[f"its attention cannot be replaced ({error})"] = None
+    if not problems and len({layer.name for layer in layers}) < len(layers):
+        problems["its layers do not each call the attention function once"] = None
+    if not problems and len(layers) < config.num_hidden_layers:
+        problems[f"{config.num_hidden_layers - len(layers)} of its layers keep a state of another kind"] = None
+    if problems:
+        raise ModelError(f"{config.architecture} cannot run over the paged cache:\n  - " + "\n  - ".join(problems))
+    return tuple(layers)
+
+
+class _Given(torch.nn.Module):
+    """In the place of a model's body: the hidden states that it is given."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor | None = None, **__: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
+
+    @property
+    def decoder(self) -> _Given:
+        """Where some models have their body."""
+        return self
+
+
+class TransformersNetwork(Network):
+    """All requests of a step are one row of tokens to the model: only attention knows them apart."""
+
+    def __init__(self, config: ModelConfig, model: Any, layers: tuple[AttentionLayer, ...]) -> None:
+        self.config = config
+        self._model = model
+        self._layers = layers
+        self._layer_of = {id(model.get_submodule(layer.name)): layer for layer in layers}
+        # The model's own forward makes logits of hidden states, whatever it does there (scales, caps).
+        self._head = copy.copy(model)
+        self._head._modules = {**model._modules, model.base_model_prefix: _Given()}
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        return self._layers
+
+    @property
+    def tap_points(self) -> tuple[str, ...]:
+        return ()
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self._model.get_input_embeddings()(input_ids.long())  # type: ignore[no-any-return]
+
+    def forward(self, inputs: ModelInputs) -> ModelOutput:
+        def attend(
+            module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
+        ) -> torch.Tensor:
+            return inputs.attend(self._layer_of[id(module)], query, key, value)
+
+        tokens: dict[str, torch.Tensor] = (
+            {"input_ids": inputs.input_ids[None].long()}
+            if inputs.inputs_embeds is None
+            else {"inputs_embeds": inputs.inputs_embeds[None]}
+        )
+        output = self._model.base_model(
+            **tokens, position_ids=inputs.positions[None], use_cache=False, **{ARGUMENT: attend}
+        )
+        return ModelOutput(hidden=output.last_hidden_state[0])
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]]) -> None:
+        own = dict(self.weights())
+        for name, tensor in weights:
+            assert isinstance(tensor, torch.Tensor)
+            own[name].copy_(tensor)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters()
+        yield from self._model.named_buffers()

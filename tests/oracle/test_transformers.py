@@ -1,0 +1,99 @@
+"""`model: transformers`: families without a line of native code, different in structure, give Hugging Face's logits
+over the paged cache, in chunks and mixed batches, with both runners. What cannot run there is refused by name."""
+
+import pytest
+import torch
+from hf_oracle import assert_served_as_by, random_model, random_prompts, serve
+
+from workerkit.framework.assembly import assemble
+from workerkit.framework.errors import ModelError, UnsupportedError
+from workerkit.framework.interfaces.model import LoadedModel
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "eos_token_id": 0,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+GPT = {"vocab_size": 128, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "eos_token_id": 0}
+FAMILIES = {
+    "GPT2": GPT,  # learned positions, LayerNorm
+    "GPTBigCode": {**GPT, "multi_query": True},
+    "GPTJ": {**GPT, "rotary_dim": 8},
+    "GPTNeoX": SMALL,  # parallel residual, partly rotated heads
+    "OPT": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Starcoder2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 8},
+    "Cohere": {**SMALL, "num_key_value_heads": 2},  # scaled logits
+    "Gemma2": {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": None},
+}
+
+
+def config_of(folder, runner="v2", **sections):
+    return {
+        "model": {"source": str(folder), "dtype": "float32", "max_model_len": 128},
+        "limits": {"max_num_reqs": 8, "max_num_batched_tokens": 40},
+        "cache": {"block_size": 8, "num_blocks": 200},
+        "components": {"runner": runner, "model": "transformers"},
+    } | sections
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_tokens_of_both_runners_are_hugging_faces(family, tmp_path):
+    model = random_model(family, **FAMILIES[family])
+    model.save_pretrained(tmp_path)
+    prompts = random_prompts([1, 2, 60, 17, 33, 5])
+    for runner in ("v1", "v2"):
+        with assemble(config_of(tmp_path, runner)) as assembly:
+            assert_served_as_by(model, prompts, serve(assembly, prompts, 8))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("Gemma2", {**SMALL, "num_key_value_heads": 2, "head_dim": 16}, "asks for softcap"),
+        ("StableLm", SMALL, "its attention cannot be replaced"),
+        (
+            "Bamba",
+            {**SMALL, "num_key_value_heads": 2, "mamba_d_state": 16, "attn_layer_indices": [1], "mamba_n_heads": 8},
+            "2 of its layers keep a state of another kind",
+        ),
+    ],
+)
+def test_what_the_paged_cache_does_not_serve_is_refused_at_load(family, fields, message, tmp_path):
+    random_model(family, **fields).save_pretrained(tmp_path)
+    worker = assemble(config_of(tmp_path)).worker
+    with pytest.raises(ModelError, match=message):
+        worker.start()
+
+
+def test_a_rotary_embedding_that_looks_at_other_requests_is_refused(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    random_model("GPTNeoX", **{**SMALL, "rope_parameters": rope}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="dynamic"):
+        assemble(config_of(tmp_path)).worker.start()
+
+
+def test_quantization_is_refused(tmp_path):
+    random_model("GPT2", **GPT).save_pretrained(tmp_path)
+    config = config_of(tmp_path)
+    config["model"]["quantization"] = "int8"
+    with pytest.raises(UnsupportedError, match="quantization"):
+        assemble(config).worker.start()
+
+
+def test_dropped_weights_come_back(tmp_path):
+    random_model("GPT2", **GPT).save_pretrained(tmp_path)
+    with assemble(config_of(tmp_path)) as assembly:
+        assembly.worker.start()
+        network = assembly.value(LoadedModel).network
+        before = {name: tensor.clone() for name, tensor in network.weights()}
+        assembly.worker.sleep(2)
+        assembly.worker.wake_up()
+        assert before
+        for name, tensor in network.weights():
+            assert torch.equal(tensor, before[name]), name
