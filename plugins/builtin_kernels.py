@@ -31,6 +31,10 @@ class ReferenceKernels(KernelLibrary):
     def ops(self) -> Mapping[str, Callable[..., Any]]:
         return reference.OPS
 
+    @property
+    def batch_invariant(self) -> frozenset[str]:
+        return frozenset({"experts"})  # one token at a time
+
 
 class CpuKernels(KernelLibrary):
     """The ops that have a faster form on a CPU."""

@@ -7,6 +7,8 @@ import torch
 from workerkit.components.layers.mlp import GatedMLP
 from workerkit.components.layers.moe import SparseMLP
 from workerkit.components.model.decoder import Decoder
+from workerkit.framework.errors import UnsupportedError
+from workerkit.framework.interfaces.sections import QuantizationSection
 
 
 class Mixtral(Decoder):
@@ -14,6 +16,14 @@ class Mixtral(Decoder):
 
     room = "block_sparse_moe"
     expert_names = ("w1", "w3", "w2")  # gate, up, down
+
+    def quantize(self, section: QuantizationSection) -> None:
+        if section.of("mlp") not in ("none", "keep"):
+            raise UnsupportedError(
+                f"model.quantization.mlp: experts of {self.config.architecture} are kept in model.dtype: right would"
+                " be none, with other kinds of layers named one by one"
+            )
+        super().quantize(section)
 
     def make_mlp(self, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP | None:
         moe = self.config.moe

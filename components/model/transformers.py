@@ -42,7 +42,8 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that depend on 
 
 
 class TransformersModel(Model):
-    """A model whose network is transformers' own. `from_pretrained` reads the weights, from safetensors only; no code of a checkpoint is run."""
+    """A model whose network is transformers' own. `from_pretrained` reads the weights, from safetensors only; no code
+    of a checkpoint is run."""
 
     def __init__(
         self,
