@@ -6,11 +6,14 @@ import torch
 
 from workerkit.components.layers.linear import Linear, MergedLinear
 from workerkit.components.layers.weights import Destination
-from workerkit.framework.interfaces.kernels import Kernels
+from workerkit.framework.interfaces.kernels import GatedActivation, Kernels
+
+ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}  # Hugging Face's name -> op
 
 
 class GatedMLP(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)). `room`: where its tensors are below a layer in a checkpoint."""
+    """down(act(gate(x)) * up(x)). `act`: Hugging Face's name of it; `room`: where its tensors are below a layer in a
+    checkpoint."""
 
     def __init__(
         self,
@@ -20,18 +23,19 @@ class GatedMLP(torch.nn.Module):
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
+        act: str = "silu",
         room: str = "mlp",
     ) -> None:
         super().__init__()
         self.room = room
-        self.kernels = kernels
+        self.activate: GatedActivation = getattr(kernels, ACTIVATIONS[act])
         gate_up = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = MergedLinear(hidden, gate_up, bias, kernels, dtype, device, "mlp")
         self.down_proj = Linear("down_proj", inner, hidden, bias, kernels, dtype, device, "mlp")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        result: torch.Tensor = self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))
+        result: torch.Tensor = self.down_proj(self.activate(self.gate_up_proj(x)))
         return result
 
     def destinations(self) -> dict[str, Destination]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
 
+from workerkit.components.layers.weights import Destination, Weight, destination
 from workerkit.framework.interfaces.kernels import Kernels
 
 
 class RMSNorm(torch.nn.Module):
-    """Norm over the last dimension, alone or fused with the addition of a residual."""
+    """Norm over the last dimension, alone or fused with the addition of a residual.
 
-    def __init__(self, size: int, eps: float, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+    offset: what a checkpoint's weights are short of; it is added when they are loaded.
+    """
+
+    def __init__(
+        self, size: int, eps: float, kernels: Kernels, dtype: torch.dtype, device: torch.device, offset: float = 0.0
+    ) -> None:
         super().__init__()
+        self.offset = offset
         self.weight = torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.eps = eps
         self.kernels = kernels
@@ -19,6 +27,15 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def destination(self) -> Destination:
+        """Where the weight goes."""
+        plain = destination(self.weight)
+        return plain if not self.offset else attrs.evolve(plain, fill=self._fill)
+
+    def _fill(self, weight: Weight) -> None:
+        values = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+        self.weight.copy_(values.float() + self.offset)
 
     def add(self, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual), None being 0; neither input may be used afterwards."""

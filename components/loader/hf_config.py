@@ -22,10 +22,12 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 _QWEN = ("qwen2", "qwen3", "qwen3_moe")
 MEDUSA = "MedusaModel"
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
+_HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256}  # transformers' defaults, where they are fixed
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MEDUSA = {  # a file of Medusa heads may say nothing of the model that they belong to; 0: what that has
     **{"hidden_size": 0, "vocab_size": 0, "num_hidden_layers": 1, "intermediate_size": 1},
@@ -138,15 +140,21 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     if head_dim is None:
         if hidden_size % num_heads:
             fields.problem("head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads")
-        # transformers' Qwen3 is the one family with a fixed default
-        head_dim = 128 if family == "qwen3" else max(1, hidden_size // num_heads)
+        head_dim = _HEAD_DIMS.get(family or "", max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
         fields.problem("num_key_value_heads", f"{num_kv_heads} must divide num_attention_heads {num_heads}")
     max_position = fields.integer("max_position_embeddings")
     if strict and raw.get("quantization_config") is not None:
         fields.problem("quantization_config", "is not supported; use a checkpoint of plain weights, or a GGUF file")
-    hidden_act = fields.choice("hidden_act", _ACTIVATIONS, "silu") if strict else str(raw.get("hidden_act", "silu"))
-    attention_bias = fields.flag("attention_bias", False) if family in ("llama", "qwen3", "qwen3_moe") else False
+    gemma = family == "gemma3_text"
+    if gemma:
+        hidden_act = fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+        _refuse_of_gemma(fields)
+    else:
+        hidden_act = fields.choice("hidden_act", _ACTIVATIONS, "silu") if strict else str(raw.get("hidden_act", "silu"))
+    attention_bias = (
+        fields.flag("attention_bias", False) if family in ("llama", "qwen3", "qwen3_moe", "gemma3_text") else False
+    )
     dtype_field = "dtype" if raw.get("dtype") is not None else "torch_dtype"
     dtype = str(raw.get(dtype_field) or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
@@ -167,14 +175,21 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_position,
-        rope=_rope(raw, problems, head_dim, max_position, strict=strict),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        rope=_rope(_of_layers(raw, "full_attention", 1e6) if gemma else raw, problems, head_dim, max_position, strict),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", gemma),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         hidden_act="silu" if hidden_act == "swish" else hidden_act,
         sliding_windows=_sliding_windows(raw, fields, family, num_layers),
+        norm_offset=1.0 if gemma else 0.0,
+        sandwich_norms=gemma,
+        embedding_scale=hidden_size**0.5 if gemma else 1.0,
+        attention_scale=fields.integer("query_pre_attn_scalar", 256) ** -0.5 if gemma else None,
+        local_rope=_rope(_of_layers(raw, "sliding_attention", 1e4), problems, head_dim, max_position, strict)
+        if gemma
+        else None,
         moe=_moe(raw, fields, family, num_layers),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
@@ -214,6 +229,10 @@ def _sliding_windows(
         # absent means 4096 there, null means none: transformers' default is not null
         window = fields.integer("sliding_window", default=None) if "sliding_window" in raw else 4096
         return () if window is None else (window,) * num_layers
+    if family == "gemma3_text":
+        pattern = fields.integer("sliding_window_pattern", default=6)
+        types = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in range(num_layers)]
+        return _windows(raw, fields, fields.integer("sliding_window", default=4096), types, num_layers)
     if family == "mixtral" and raw.get("sliding_window") is not None:
         return (fields.integer("sliding_window"),) * num_layers
     if family not in _QWEN or not fields.flag("use_sliding_window", False):
@@ -221,10 +240,17 @@ def _sliding_windows(
     window = fields.integer("sliding_window", default=None) if "sliding_window" in raw else 4096
     if window is None:
         return ()
+    first = fields.integer("max_window_layers", default=28, minimum=0)
+    types = ["full_attention"] * min(first, num_layers) + ["sliding_attention"] * (num_layers - first)
+    return _windows(raw, fields, window, types, num_layers)
+
+
+def _windows(
+    raw: Mapping[str, Any], fields: _Fields, window: int, default: list[str], num_layers: int
+) -> tuple[int | None, ...]:
+    """`layer_types`, or the default, as one entry a layer."""
     types = raw.get("layer_types")
-    if types is None:
-        first = fields.integer("max_window_layers", default=28, minimum=0)
-        types = ["full_attention"] * min(first, num_layers) + ["sliding_attention"] * (num_layers - first)
+    types = default if types is None else types
     if not isinstance(types, list) or set(types) - {"full_attention", "sliding_attention"} or len(types) != num_layers:
         fields.problem(
             "layer_types", f"must be {num_layers} times full_attention or sliding_attention, one a layer, not {types!r}"
@@ -232,6 +258,24 @@ def _sliding_windows(
         return ()
     windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     return windows if any(windows) else ()
+
+
+def _refuse_of_gemma(fields: _Fields) -> None:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.number(name, default=None) is not None:
+            fields.problem(name, "is not supported, only null")
+    if fields.flag("use_bidirectional_attention", False):
+        fields.problem("use_bidirectional_attention", "is not supported, only false")
+
+
+def _of_layers(raw: Mapping[str, Any], kind: str, theta: float) -> dict[str, Any]:
+    """Gemma 3 has a rotary embedding for each kind of layer. Old files scale those of full attention only."""
+    new = raw.get("rope_parameters")
+    own = new.get(kind) if isinstance(new, Mapping) else None
+    old_theta = raw.get("rope_theta" if kind == "full_attention" else "rope_local_base_freq")
+    scaling = raw.get("rope_scaling") if kind == "full_attention" else None
+    values = {"rope_theta": old_theta or theta, **(own or scaling or {})}
+    return {**raw, "rope_parameters": values, "rope_scaling": None, "rope_theta": None}
 
 
 def _moe(raw: Mapping[str, Any], fields: _Fields, family: str | None, num_layers: int) -> MoEConfig | None:

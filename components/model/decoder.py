@@ -9,11 +9,11 @@ import torch
 
 from workerkit.components.layers.embedding import Embedding
 from workerkit.components.layers.linear import Linear, MergedLinear
-from workerkit.components.layers.mlp import GatedMLP
+from workerkit.components.layers.mlp import ACTIVATIONS, GatedMLP
 from workerkit.components.layers.moe import SparseMLP
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
-from workerkit.components.layers.weights import Destination, destination
+from workerkit.components.layers.weights import Destination
 from workerkit.components.model.checkpoint import CheckpointNetwork
 from workerkit.framework.errors import ModelError
 from workerkit.framework.interfaces.kernels import Kernels
@@ -54,18 +54,20 @@ class DecoderLayer(torch.nn.Module):
         query_size, key_size = layer.num_heads * head_dim, layer.num_kv_heads * head_dim
         self.split = [query_size, key_size, key_size]
         qkv = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
-        self.input_layernorm: RMSNorm | None = None
-        if has_input_norm:
-            self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, config.rms_norm_eps, kernels, dtype, device, config.norm_offset)
+
+        self.input_layernorm = norm(hidden) if has_input_norm else None
         self.qkv_proj = MergedLinear(input_size or hidden, qkv, config.qkv_bias, kernels, dtype, device, "attention")
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, kernels, dtype, device)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, kernels, dtype, device)
+        self.q_norm = norm(head_dim) if config.qk_norm else None
+        self.k_norm = norm(head_dim) if config.qk_norm else None
         self.o_proj = Linear("o_proj", query_size, hidden, config.o_bias, kernels, dtype, device, "attention")
-        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device)
-        self.mlp = mlp or GatedMLP(hidden, config.intermediate_size, config.mlp_bias, kernels, dtype, device)
+        self.post_attention_layernorm = norm(hidden)
+        self.pre_feedforward_layernorm = norm(hidden) if config.sandwich_norms else None
+        self.post_feedforward_layernorm = norm(hidden) if config.sandwich_norms else None
+        inner, bias, act = config.intermediate_size, config.mlp_bias, config.hidden_act
+        self.mlp = mlp or GatedMLP(hidden, inner, bias, kernels, dtype, device, act)
 
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
@@ -84,9 +86,12 @@ class DecoderLayer(torch.nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self.kernels.rotary_embedding(query, key, cos, sin)
-        attended = attend(self.layer, query, key, value)
-        x, residual = self.post_attention_layernorm.add(self.o_proj(attended.reshape(num_tokens, -1)), residual)
-        return self.mlp(x), residual
+        attended = self.o_proj(attend(self.layer, query, key, value).reshape(num_tokens, -1))
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x, residual = self.post_attention_layernorm.add(attended, residual)
+            return self.mlp(x), residual
+        x, residual = self.pre_feedforward_layernorm.add(self.post_attention_layernorm(attended), residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
 
     def projections(self) -> Sequence[MergedLinear]:
         """What makes queries, keys and values."""
@@ -98,16 +103,18 @@ class DecoderLayer(torch.nn.Module):
 
     def destinations(self) -> dict[str, Destination]:
         """Checkpoint name below `model.layers.N.` -> where the tensor goes."""
-        tensors = {"post_attention_layernorm.weight": destination(self.post_attention_layernorm.weight)}
-        if self.input_layernorm is not None:
-            tensors["input_layernorm.weight"] = destination(self.input_layernorm.weight)
+        tensors = {"post_attention_layernorm.weight": self.post_attention_layernorm.destination()}
         for linear in (*self.projections(), self.o_proj):
             tensors |= {f"self_attn.{name}": place for name, place in linear.destinations().items()}
         tensors |= self.mlp.destinations()
-        if self.q_norm is not None and self.k_norm is not None:
-            tensors["self_attn.q_norm.weight"] = destination(self.q_norm.weight)
-            tensors["self_attn.k_norm.weight"] = destination(self.k_norm.weight)
-        return tensors
+        optional = {
+            "input_layernorm": self.input_layernorm,
+            "self_attn.q_norm": self.q_norm,
+            "self_attn.k_norm": self.k_norm,
+            "pre_feedforward_layernorm": self.pre_feedforward_layernorm,
+            "post_feedforward_layernorm": self.post_feedforward_layernorm,
+        }
+        return tensors | {f"{name}.weight": norm.destination() for name, norm in optional.items() if norm is not None}
 
 
 def make_attention_layers(config: ModelConfig, prefix: str) -> tuple[AttentionLayer, ...]:
@@ -119,7 +126,7 @@ def make_attention_layers(config: ModelConfig, prefix: str) -> tuple[AttentionLa
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale or config.head_dim**-0.5,
             sliding_window=window,
         )
         for index, window in enumerate(config.sliding_windows or (None,) * config.num_hidden_layers)
@@ -144,8 +151,11 @@ class Decoder(CheckpointNetwork):
             DecoderLayer(config, layer, kernels, dtype, device, mlp=self.make_mlp(layer.index, dtype, device))
             for layer in self._attention_layers
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels, dtype, device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels, dtype, device, config.norm_offset)
         self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
+        self.local_rotary: RotaryEmbedding | None = None
+        if config.local_rope is not None:
+            self.local_rotary = RotaryEmbedding(config.local_rope, kernels, dtype, device)
         self.lm_head: Linear = self.embed_tokens  # until a checkpoint has another one
 
     def make_mlp(self, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP | None:
@@ -161,7 +171,12 @@ class Decoder(CheckpointNetwork):
         return ("embed", *(f"layers.{index}" for index in range(self.config.num_hidden_layers)))
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.embed_tokens.rows(input_ids)
+        rows = self.embed_tokens.rows(input_ids)
+        return rows if self.config.embedding_scale == 1.0 else rows * self._embedding_scale(rows)
+
+    def _embedding_scale(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rounded to the type of activations, as in Hugging Face."""
+        return torch.tensor(self.config.embedding_scale, dtype=rows.dtype, device=rows.device)
 
     def forward(self, inputs: ModelInputs) -> ModelOutput:
         # Norms may work in place on the stream: what came from the caller, or goes out as a tap, is a copy.
@@ -169,9 +184,11 @@ class Decoder(CheckpointNetwork):
         taps: dict[str, torch.Tensor] = {}
         if "embed" in inputs.taps:
             taps["embed"] = self.embed(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
-        cos, sin = self.rotary(inputs.positions, inputs.rope_lens)
+        turns = self.rotary(inputs.positions, inputs.rope_lens)
+        local = turns if self.local_rotary is None else self.local_rotary(inputs.positions, inputs.rope_lens)
         x: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
+            cos, sin = turns if self._attention_layers[index].sliding_window is None else local
             x, residual = layer(x, residual, cos, sin, inputs.attend)
             if f"layers.{index}" in inputs.taps:
                 taps[f"layers.{index}"] = self.kernels.add(x, residual)
@@ -182,7 +199,7 @@ class Decoder(CheckpointNetwork):
         return self.lm_head.logits(hidden)
 
     def required_tensors(self) -> dict[str, Destination]:
-        tensors = {**self.embed_tokens.destinations(), "model.norm.weight": destination(self.norm.weight)}
+        tensors = {**self.embed_tokens.destinations(), "model.norm.weight": self.norm.destination()}
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             tensors |= {f"model.layers.{index}.{name}": place for name, place in layer.destinations().items()}
@@ -226,8 +243,8 @@ def _equal_rows(one: Embedding, other: Embedding) -> bool:
 def check_numbers(config: ModelConfig) -> None:
     """Raise ModelError where the numbers contradict each other, or ask for what is not there."""
     problems = []
-    if config.hidden_act != "silu":
-        problems.append(f"hidden_act {config.hidden_act!r} is not supported, only 'silu'")
+    if config.hidden_act not in ACTIVATIONS:
+        problems.append(f"hidden_act {config.hidden_act!r} is not supported; {', '.join(ACTIVATIONS)} are")
     if config.num_attention_heads % config.num_key_value_heads:
         problems.append(
             f"num_attention_heads {config.num_attention_heads} is no multiple of "

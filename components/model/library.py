@@ -27,6 +27,7 @@ class NativeLibrary(ModelLibrary):
         "MistralForCausalLM": Decoder,
         "Qwen2ForCausalLM": Decoder,
         "Qwen3ForCausalLM": Decoder,
+        "Gemma3ForCausalLM": Decoder,
         "MixtralForCausalLM": Mixtral,
         "Qwen3MoeForCausalLM": Qwen3Moe,
         # Drafts, by the names of their authors, of vLLM and of speculators.

@@ -28,6 +28,7 @@ OPS = (
     "rotary_cos_sin",
     "rotary_embedding",
     "silu_and_mul",
+    "gelu_tanh_and_mul",
     "add",
     "reshape_and_cache",
     "paged_attention",
@@ -112,7 +113,8 @@ class Kernels(abc.ABC):
     fused_add_rms_norm: FusedAddRmsNorm
     rotary_cos_sin: RotaryCosSin
     rotary_embedding: RotaryEmbedding
-    silu_and_mul: SiluAndMul
+    silu_and_mul: GatedActivation
+    gelu_tanh_and_mul: GatedActivation
     add: Add
     reshape_and_cache: ReshapeAndCache
     paged_attention: PagedAttention
@@ -281,7 +283,7 @@ class RotaryEmbedding(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class SiluAndMul(Protocol):
+class GatedActivation(Protocol):
     """Gated activation."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...

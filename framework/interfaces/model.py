@@ -68,6 +68,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     hidden_act: str = "silu"
+    norm_offset: float = 0.0  # what norms add to their weight: 1 where checkpoints hold it less one
+    sandwich_norms: bool = False  # what attention and MLP return has a norm, too, before it is added to the stream
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # multiplies query · key; None: head_dim ** -0.5
+    local_rope: RopeConfig | None = None  # of layers with a sliding window; None: as all others
     sliding_windows: tuple[int | None, ...] = ()  # one entry a layer: tokens a query may see, itself included
     moe: MoEConfig | None = None
     bos_token_id: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from workerkit.kernels.reference.activation import add, silu_and_mul
+from workerkit.kernels.reference.activation import add, gelu_tanh_and_mul, silu_and_mul
 from workerkit.kernels.reference.attention import decode_attention, paged_attention, prefill_attention
 from workerkit.kernels.reference.bitmask import apply_grammar_bitmask
 from workerkit.kernels.reference.cache import reshape_and_cache
@@ -38,6 +38,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "rotary_cos_sin": rotary_cos_sin,
     "rotary_embedding": rotary_embedding,
     "silu_and_mul": silu_and_mul,
+    "gelu_tanh_and_mul": gelu_tanh_and_mul,
     "add": add,
     "reshape_and_cache": reshape_and_cache,
     "paged_attention": paged_attention,

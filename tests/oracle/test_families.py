@@ -33,6 +33,17 @@ FAMILIES = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "Qwen3": {"head_dim": 32, "tie_word_embeddings": True},
     "Mistral": {"sliding_window": 8},
+    "Gemma3Text": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+    "Gemma3Text-scaled-rope": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
     "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8},
     "Qwen3Moe": {
         "num_experts": 6,

@@ -16,7 +16,7 @@ import torch
 from workerkit.components.layers.linear import Linear, MergedLinear
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
-from workerkit.components.layers.weights import Destination, destination
+from workerkit.components.layers.weights import Destination
 from workerkit.components.model.decoder import DecoderLayer, make_attention_layers
 from workerkit.components.model.drafts.block_config import MASK_FIELDS, check_config, mask_token_id, target_layer_ids
 from workerkit.components.model.drafts.eagle import layer_tensors
@@ -136,8 +136,8 @@ class DFlashDraftModel(DraftModule, BlockDraft):
     def required_tensors(self) -> dict[str, Destination]:
         tensors = super().required_tensors() | self.fc.destinations()
         tensors |= {
-            "hidden_norm.weight": destination(self.hidden_norm.weight),
-            "norm.weight": destination(self.norm.weight),
+            "hidden_norm.weight": self.hidden_norm.destination(),
+            "norm.weight": self.norm.destination(),
         }
         return tensors | layer_tensors(self.layers)
 

@@ -12,7 +12,7 @@ import torch
 from workerkit.components.layers.linear import Linear
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
-from workerkit.components.layers.weights import Destination, destination
+from workerkit.components.layers.weights import Destination
 from workerkit.components.model.decoder import DecoderLayer, check_numbers, make_attention_layers
 from workerkit.components.model.drafts.head import DraftModule, field, flag, integer
 from workerkit.framework.errors import ModelError
@@ -88,7 +88,7 @@ class Eagle(DraftModule, HiddenDraft):
         tensors = super().required_tensors() | {"fc.weight": self.fc.destinations()["fc.weight"]}
         for name in ("embedding_layernorm", "hidden_states_layernorm"):
             if (norm := getattr(self, name)) is not None:
-                tensors[f"{name}.weight"] = destination(norm.weight)
+                tensors[f"{name}.weight"] = norm.destination()
         return tensors | layer_tensors(self.layers)
 
     def zeroed_tensors(self) -> dict[str, Destination]:
@@ -123,7 +123,7 @@ class Eagle3Layer(DecoderLayer):
         return self.after_norm(x, residual, cos, sin, attend)
 
     def destinations(self) -> dict[str, Destination]:
-        return super().destinations() | {"hidden_norm.weight": destination(self.hidden_norm.weight)}
+        return super().destinations() | {"hidden_norm.weight": self.hidden_norm.destination()}
 
 
 class Eagle3(DraftModule, HiddenDraft):
@@ -201,12 +201,12 @@ class Eagle3(DraftModule, HiddenDraft):
         return normed, normed if self.norm_output else stream
 
     def required_tensors(self) -> dict[str, Destination]:
-        tensors = super().required_tensors() | self.fc.destinations() | {"norm.weight": destination(self.norm.weight)}
+        tensors = super().required_tensors() | self.fc.destinations() | {"norm.weight": self.norm.destination()}
         if self.input_norm is not None:
-            tensors["input_norm.weight"] = destination(self.input_norm.weight)
+            tensors["input_norm.weight"] = self.input_norm.destination()
         for index, norm in enumerate(self.fc_norm or ()):
             assert isinstance(norm, RMSNorm)
-            tensors[f"fc_norm.{index}.weight"] = destination(norm.weight)
+            tensors[f"fc_norm.{index}.weight"] = norm.destination()
         return tensors | layer_tensors(self.layers)
 
     def canonical_name(self, name: str) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from workerkit.components.layers.linear import Linear
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
-from workerkit.components.layers.weights import Destination, destination
+from workerkit.components.layers.weights import Destination
 from workerkit.components.model.decoder import DecoderLayer, check_numbers, make_attention_layers
 from workerkit.components.model.drafts.eagle import layer_tensors
 from workerkit.components.model.drafts.head import DraftModule, integer
@@ -88,9 +88,9 @@ class MTP(DraftModule, HiddenDraft):
 
     def required_tensors(self) -> dict[str, Destination]:
         own = {
-            "pre_fc_norm_embedding.weight": destination(self.pre_fc_norm_embedding.weight),
-            "pre_fc_norm_hidden.weight": destination(self.pre_fc_norm_hidden.weight),
-            "norm.weight": destination(self.norm.weight),
+            "pre_fc_norm_embedding.weight": self.pre_fc_norm_embedding.destination(),
+            "pre_fc_norm_hidden.weight": self.pre_fc_norm_hidden.destination(),
+            "norm.weight": self.norm.destination(),
         }
         own |= self.fc.destinations() | layer_tensors(self.layers)
         return super().required_tensors() | {self.prefix + name: place for name, place in own.items()}
