@@ -82,6 +82,7 @@ class TransformersModel(Model):
         register()
         hf_config = transformers.AutoConfig.from_pretrained(self._folder(), trust_remote_code=False)
         _check_rope(hf_config)
+        _check_kinds(hf_config)
         try:
             with torch.device("meta"):
                 model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -89,7 +90,7 @@ class TransformersModel(Model):
                 ).eval()
         except (ValueError, ImportError) as error:
             raise ModelError(f"{config.architecture} cannot run over the paged cache: {error}") from error
-        return probe(model, config)
+        return probe(model, config, hf_config.get_text_config())
 
     def _read(self) -> Any:
         import transformers
@@ -119,7 +120,14 @@ def _check_rope(hf_config: Any) -> None:
         )
 
 
-def probe(model: Any, config: ModelConfig) -> tuple[AttentionLayer, ...]:
+def _check_kinds(hf_config: Any) -> None:
+    """No mask is made for our attention function, so what only a mask says must be known here."""
+    kinds = set(getattr(hf_config.get_text_config(), "layer_types", None) or ())
+    if found := kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"layers of kind {', '.join(sorted(found))} cannot run over the paged cache")
+
+
+def probe(model: Any, config: ModelConfig, text_config: Any) -> tuple[AttentionLayer, ...]:
     """Run one token through a model on the meta device. Raises ModelError for what the paged cache does not serve."""
     layers: list[AttentionLayer] = []
     names = {id(module): name for name, module in model.named_modules()}
@@ -156,6 +164,13 @@ def probe(model: Any, config: ModelConfig) -> tuple[AttentionLayer, ...]:
             model.base_model(input_ids=ids, position_ids=ids, use_cache=False, **{ARGUMENT: note})
     except (TypeError, KeyError) as error:  # it does not pass keywords on to its attention layers
         problems[f"its attention cannot be replaced ({error})"] = None
+    except (RuntimeError, NotImplementedError) as error:  # it computes what tensors without memory cannot
+        problems[f"its layers cannot be found by running it without weights ({error})"] = None
+    kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"] * len(layers)
+    if getattr(text_config, "sliding_window", None) is not None and not problems:
+        for layer, kind in zip(layers, kinds, strict=False):
+            if kind == "sliding_attention" and layer.sliding_window is None:
+                problems[f"{layer.name} leaves its sliding window to a mask"] = None
     if not problems and len({layer.name for layer in layers}) < len(layers):
         problems["its layers do not each call the attention function once"] = None
     if not problems and len(layers) < config.num_hidden_layers:

@@ -1,6 +1,8 @@
 """`model: transformers`: families without a line of native code, different in structure, give Hugging Face's logits
 over the paged cache, in chunks and mixed batches, with both runners. What cannot run there is refused by name."""
 
+import json
+
 import pytest
 import torch
 from hf_oracle import assert_served_as_by, random_model, random_prompts, serve
@@ -60,7 +62,7 @@ def test_logits_and_tokens_of_both_runners_are_hugging_faces(family, tmp_path):
         (
             "Bamba",
             {**SMALL, "num_key_value_heads": 2, "mamba_d_state": 16, "attn_layer_indices": [1], "mamba_n_heads": 8},
-            "2 of its layers keep a state of another kind",
+            "layers of kind linear_attention",
         ),
     ],
 )
@@ -75,6 +77,24 @@ def test_a_rotary_embedding_that_looks_at_other_requests_is_refused(tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     random_model("GPTNeoX", **{**SMALL, "rope_parameters": rope}).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="dynamic"):
+        assemble(config_of(tmp_path)).worker.start()
+
+
+def test_layers_whose_kind_only_a_mask_knows_are_refused(tmp_path):
+    """transformers makes no mask for our attention function: chunks of Llama 4 would be passed over in silence."""
+    random_model("Starcoder2", **SMALL, num_key_value_heads=2, sliding_window=8).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "layer_types": ["chunked_attention"] * 3}))
+    with pytest.raises(ModelError, match="chunked_attention"):
+        assemble(config_of(tmp_path)).worker.start()
+
+
+def test_a_window_that_only_a_mask_knows_is_refused(tmp_path):
+    random_model("GPTNeoX", **SMALL).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sliding_window": 8}))
+    with pytest.raises(ModelError, match="leaves its sliding window to a mask"):
         assemble(config_of(tmp_path)).worker.start()
 
 
