@@ -17,7 +17,8 @@ from workerkit.framework.plan import Node
 T = TypeVar("T")
 
 
-def _parts(nodes: Mapping[str, Node], interface: type[T]) -> Iterator[tuple[str, type[T], Node]]:
+def parts(nodes: Mapping[str, Node], interface: type[T]) -> Iterator[tuple[str, type[T], Node]]:
+    """(name for messages, class, node) of each that is of that kind."""
     for key, node in nodes.items():
         if isinstance(node.factory, type) and issubclass(node.factory, interface):
             yield f"components.{key} {node.name!r}", node.factory, node
@@ -25,7 +26,7 @@ def _parts(nodes: Mapping[str, Node], interface: type[T]) -> Iterator[tuple[str,
 
 def one_draft_is_enough(nodes: Mapping[str, Node]) -> list[str]:
     """There is one draft: proposers that work with its network cannot share a worker."""
-    users = [name for name, _, node in _parts(nodes, Speculator) if DraftWeights.__name__ in node.edges()]
+    users = [name for name, _, node in parts(nodes, Speculator) if DraftWeights.__name__ in node.edges()]
     if len(users) < 2:
         return []
     return [f"{' and '.join(users)} each need a draft network, and components.draft brings one: name one of them"]
@@ -33,8 +34,8 @@ def one_draft_is_enough(nodes: Mapping[str, Node]) -> list[str]:
 
 def graphs_are_captured_by_the_device(nodes: Mapping[str, Node]) -> list[str]:
     """Captured graphs are the device's."""
-    needing = [name for name, part, _ in _parts(nodes, GraphManager) if part.needs_device_graphs]
-    without = [name for name, part, _ in _parts(nodes, DeviceRuntime) if not part.captures_graphs]
+    needing = [name for name, part, _ in parts(nodes, GraphManager) if part.needs_device_graphs]
+    without = [name for name, part, _ in parts(nodes, DeviceRuntime) if not part.captures_graphs]
     return [
         f"{graph} captures graphs of the device, and {device} has none: right would be `graph: none`"
         for graph in needing
@@ -44,8 +45,8 @@ def graphs_are_captured_by_the_device(nodes: Mapping[str, Node]) -> list[str]:
 
 def host_tokens_are_known(nodes: Mapping[str, Node]) -> list[str]:
     """A part that reads sampled tokens on the host cannot work where steps are planned before these are known."""
-    ahead = [name for name, part, node in _parts(nodes, Scheduler) if part.plans_ahead(node.config)]
-    readers = [name for name, part, _ in _parts(nodes, SlotPart) if part.reads_host_tokens]
+    ahead = [name for name, part, node in parts(nodes, Scheduler) if part.plans_ahead(node.config)]
+    readers = [name for name, part, _ in parts(nodes, SlotPart) if part.reads_host_tokens]
     return [
         f"{reader} reads sampled tokens on the host, and {scheduler} plans steps before they are known: "
         "right would be a scheduler without asynchronous scheduling"
@@ -57,7 +58,7 @@ def host_tokens_are_known(nodes: Mapping[str, Node]) -> list[str]:
 def extension_methods_are_distinct(nodes: Mapping[str, Node]) -> list[str]:
     """A name means one method: no two extensions share one, and none takes a name of the worker's own."""
     offering: dict[str, list[str]] = {}
-    for name, part, _ in _parts(nodes, WorkerExtension):
+    for name, part, _ in parts(nodes, WorkerExtension):
         for method in offered_methods(part):
             offering.setdefault(method, []).append(name)
     shared = [
@@ -81,6 +82,6 @@ def extensions_open_no_device(nodes: Mapping[str, Node]) -> list[str]:
         opening |= more
     return [
         f"{name} needs {', '.join(early)} at once, which opens the device before the worker does: ask for Later[…]"
-        for name, _, node in _parts(nodes, WorkerExtension)
+        for name, _, node in parts(nodes, WorkerExtension)
         if (early := sorted(node.edges(lazy=False) & opening))
     ]

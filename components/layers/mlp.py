@@ -12,8 +12,7 @@ ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}
 
 
 class GatedMLP(torch.nn.Module):
-    """down(act(gate(x)) * up(x)). `act`: Hugging Face's name of it; `room`: where its tensors are below a layer in a
-    checkpoint."""
+    """down(act(gate(x)) * up(x)). `act`: Hugging Face's name of it."""
 
     def __init__(
         self,
@@ -24,10 +23,8 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         act: str = "silu",
-        room: str = "mlp",
     ) -> None:
         super().__init__()
-        self.room = room
         self.activate: GatedActivation = getattr(kernels, ACTIVATIONS[act])
         gate_up = {"gate_proj": inner, "up_proj": inner}
         self.gate_up_proj = MergedLinear(hidden, gate_up, bias, kernels, dtype, device, "mlp")
@@ -41,4 +38,4 @@ class GatedMLP(torch.nn.Module):
     def destinations(self) -> dict[str, Destination]:
         """Checkpoint name below the layer -> where the tensor goes."""
         places = self.gate_up_proj.destinations() | self.down_proj.destinations()
-        return {f"{self.room}.{name}": place for name, place in places.items()}
+        return {f"mlp.{name}": place for name, place in places.items()}

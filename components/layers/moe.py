@@ -42,7 +42,7 @@ class ExpertWeights(KernelWeights):
         self.dtype, self.device = dtype, device
         self.experts: Experts | None = None
         self._gate_up = self._down = torch.empty(0)
-        self._missing = 0
+        self._num_filled = 0  # tensors of the checkpoint that are in these
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], ids [T, k] int64, weights [T, k] float32 -> [T, H]."""
@@ -51,11 +51,10 @@ class ExpertWeights(KernelWeights):
 
     def destinations(self) -> dict[str, Destination]:
         """`0.w1.weight` and the like -> where it goes."""
-        number, inner = self.config.num_experts, self.config.intermediate_size
-        self._missing = 3 * number
+        inner = self.config.intermediate_size
         gate, up, down = self.names
         places = {}
-        for expert in range(number):
+        for expert in range(self.config.num_experts):
             for name, shape, rows in (
                 (gate, (inner, self.hidden), slice(0, inner)),
                 (up, (inner, self.hidden), slice(inner, 2 * inner)),
@@ -65,16 +64,17 @@ class ExpertWeights(KernelWeights):
         return places
 
     def _filler(self, expert: int, rows: slice | None) -> Callable[[Weight], None]:
+        number, inner = self.config.num_experts, self.config.intermediate_size
+
         def fill(weight: Weight) -> None:
-            if not self._gate_up.numel():
-                number, inner = self.config.num_experts, self.config.intermediate_size
+            if not self._num_filled:
                 self._gate_up = torch.empty(number, 2 * inner, self.hidden, dtype=self.dtype, device=self.device)
                 self._down = torch.empty(number, self.hidden, inner, dtype=self.dtype, device=self.device)
             copy([weight], self._down[expert] if rows is None else self._gate_up[expert, rows])
-            self._missing -= 1
-            if not self._missing:
+            self._num_filled += 1
+            if self._num_filled == 3 * number:
                 self.experts = self.kernels.experts(self._gate_up, self._down)
-                self._gate_up = self._down = torch.empty(0)
+                self._forget_pieces()
 
         return fill
 
@@ -84,31 +84,27 @@ class ExpertWeights(KernelWeights):
 
     def release(self) -> None:
         self.experts = None
+        self._forget_pieces()
+
+    def _forget_pieces(self) -> None:
         self._gate_up = self._down = torch.empty(0)
+        self._num_filled = 0
 
 
 class SparseMLP(torch.nn.Module):
-    """A router, and experts. `room`: where its tensors are below a layer in a checkpoint."""
+    """A router in front of experts. `room`: where its tensors are below a layer in a checkpoint."""
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        hidden: int,
-        names: tuple[str, str, str],
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        room: str = "mlp",
-    ) -> None:
+    def __init__(self, experts: ExpertWeights, room: str) -> None:
         super().__init__()
-        self.config = config
         self.room = room
-        self.gate = Linear("gate", hidden, config.num_experts, False, kernels, dtype, device)
-        self.experts = ExpertWeights(config, hidden, names, kernels, dtype, device)
+        self.experts = experts
+        number, kernels = experts.config.num_experts, experts.kernels
+        self.gate = Linear("gate", experts.hidden, number, False, kernels, experts.dtype, experts.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        ids, weights = softmax_top_k(self.gate.logits(x), self.config.num_experts_per_tok, self.config.normalize)
+        config = self.experts.config
+        ids, weights = softmax_top_k(self.gate.logits(x), config.num_experts_per_tok, config.normalize)
         result: torch.Tensor = self.experts(x, ids, weights)
         return result
 

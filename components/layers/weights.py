@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -23,17 +24,17 @@ class Destination:
     is_floating_point: bool = True
 
 
-class KernelWeights(torch.nn.Module):
+class KernelWeights(torch.nn.Module, abc.ABC):
     """Weights that the kernels keep in a form of their own."""
 
     @property
+    @abc.abstractmethod
     def kept(self) -> tuple[torch.Tensor, ...]:
         """All of it; () before it is loaded."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def release(self) -> None:
         """Give it up; loading makes it anew, elsewhere in memory."""
-        raise NotImplementedError
 
 
 def destination(tensor: torch.Tensor) -> Destination:

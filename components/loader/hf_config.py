@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from workerkit.components.loader.hf_fields import Fields
 from workerkit.framework.errors import ModelError
 from workerkit.framework.interfaces.model import ModelConfig, MoEConfig, RopeConfig
 
@@ -34,66 +35,6 @@ _MEDUSA = {  # a file of Medusa heads may say nothing of the model that they bel
     **{"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "max_position_embeddings": 1},
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-_MISSING = object()
-
-
-class _Fields:
-    """Typed access to a JSON object that collects every problem instead of stopping at the first."""
-
-    def __init__(self, values: Mapping[str, Any], problems: list[str], path: str = "") -> None:
-        self._values = values
-        self._problems = problems
-        self._path = path
-
-    def problem(self, name: str, text: str) -> None:
-        self._problems.append(f"{self._path}{name}: {text}")
-
-    def integer(self, name: str, default: Any = _MISSING, minimum: int = 1) -> Any:
-        """An int >= minimum; null counts as absent, and absent as the default (a problem when there is none)."""
-        value = self._present(name, default)
-        if value is default or (type(value) is int and value >= minimum):
-            return value
-        self.problem(name, f"must be an integer >= {minimum}, not {value!r}")
-        return minimum
-
-    def number(self, name: str, default: Any = _MISSING, minimum: float = 0.0) -> Any:
-        """A finite float > minimum; null counts as absent."""
-        value = self._present(name, default)
-        if value is default:
-            return value
-        if type(value) in (int, float) and minimum < value < float("inf"):
-            return float(value)
-        self.problem(name, f"must be a number > {minimum:g}, not {value!r}")
-        return 1.0
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._present(name, default)
-        if type(value) is not bool:
-            self.problem(name, f"must be true or false, not {value!r}")
-        return bool(value)
-
-    def choice(self, name: str, known: tuple[str, ...], default: str) -> str:
-        value = self._present(name, default)
-        if value not in known:
-            self.problem(name, f"{value!r} is not supported; {', '.join(known)} are")
-        return str(value)
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        value = self._values.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(type(item) is not int or item < 0 for item in ids):
-            self.problem(name, f"must be a token id or a list of them, not {value!r}")
-            return ()
-        return tuple(ids)
-
-    def _present(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)
-        if value is not None:
-            return value
-        if default is _MISSING:
-            self.problem(name, "is missing")
-            return 1  # stands in until the problems are raised
-        return default
 
 
 def read_hf_config(folder: pathlib.Path) -> ModelConfig:
@@ -124,7 +65,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     architecture = _architecture(raw, problems)
     if architecture == MEDUSA:
         raw = _MEDUSA | raw
-    fields = _Fields(raw, problems)
+    fields = Fields(raw, problems)
     strict = architecture in FAMILIES.values()
     family = next((name for name, known in FAMILIES.items() if known == architecture), raw.get("model_type"))
     family = family if family in FAMILIES else None
@@ -159,7 +100,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     dtype = str(raw.get(dtype_field) or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
         fields.problem(dtype_field, f"{raw[dtype_field]!r} is not supported; {', '.join(_DTYPES)} are")
-    eos = fields.token_ids("eos_token_id") + _Fields(generation, problems, "generation_config.").token_ids(
+    eos = fields.token_ids("eos_token_id") + Fields(generation, problems, "generation_config.").token_ids(
         "eos_token_id"
     )
     bos = fields.token_ids("bos_token_id")
@@ -223,7 +164,7 @@ def _architecture(raw: Mapping[str, Any], problems: list[str]) -> str:
 
 
 def _sliding_windows(
-    raw: Mapping[str, Any], fields: _Fields, family: str | None, num_layers: int
+    raw: Mapping[str, Any], fields: Fields, family: str | None, num_layers: int
 ) -> tuple[int | None, ...]:
     if family == "mistral":
         # absent means 4096 there, null means none: transformers' default is not null
@@ -246,7 +187,7 @@ def _sliding_windows(
 
 
 def _windows(
-    raw: Mapping[str, Any], fields: _Fields, window: int, default: list[str], num_layers: int
+    raw: Mapping[str, Any], fields: Fields, window: int, default: list[str], num_layers: int
 ) -> tuple[int | None, ...]:
     """`layer_types`, or the default, as one entry a layer."""
     types = raw.get("layer_types")
@@ -260,7 +201,7 @@ def _windows(
     return windows if any(windows) else ()
 
 
-def _refuse_of_gemma(fields: _Fields) -> None:
+def _refuse_of_gemma(fields: Fields) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.number(name, default=None) is not None:
             fields.problem(name, "is not supported, only null")
@@ -278,7 +219,7 @@ def _of_layers(raw: Mapping[str, Any], kind: str, theta: float) -> dict[str, Any
     return {**raw, "rope_parameters": values, "rope_scaling": None, "rope_theta": None}
 
 
-def _moe(raw: Mapping[str, Any], fields: _Fields, family: str | None, num_layers: int) -> MoEConfig | None:
+def _moe(raw: Mapping[str, Any], fields: Fields, family: str | None, num_layers: int) -> MoEConfig | None:
     if family not in ("mixtral", "qwen3_moe"):
         return None
     # transformers 5 saves `num_local_experts` where hub files of Qwen3 have `num_experts`
@@ -309,8 +250,8 @@ def _rope(raw: Mapping[str, Any], problems: list[str], head_dim: int, max_positi
     if not isinstance(values, Mapping):
         problems.append(f"{name}: must be an object, not {values!r}")
         values = {}
-    top = _Fields(raw, problems)
-    inner = _Fields(values, problems, f"{name}.")
+    top = Fields(raw, problems)
+    inner = Fields(values, problems, f"{name}.")
     kind = values.get("rope_type", values.get("type")) or "default"  # `type` is the older name
     if kind not in _ROPE_TYPES:
         if strict:

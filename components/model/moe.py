@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from workerkit.components.layers.mlp import GatedMLP
-from workerkit.components.layers.moe import SparseMLP
+from workerkit.components.layers.moe import ExpertWeights, SparseMLP
 from workerkit.components.model.decoder import Decoder
 from workerkit.framework.errors import UnsupportedError
 from workerkit.framework.interfaces.sections import QuantizationSection
@@ -31,7 +31,7 @@ class Mixtral(Decoder):
         if index not in moe.sparse_layers:
             return None
         hidden, names = self.config.hidden_size, self.expert_names
-        return SparseMLP(moe, hidden, names, self.kernels, dtype, device, self.room)
+        return SparseMLP(ExpertWeights(moe, hidden, names, self.kernels, dtype, device), self.room)
 
 
 class Qwen3Moe(Mixtral):

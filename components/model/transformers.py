@@ -27,16 +27,17 @@ from workerkit.framework.interfaces.model import (
 from workerkit.framework.interfaces.sections import ModelSection
 from workerkit.framework.interfaces.store import ModelStore
 
-# What an attention layer may ask of its function besides the product itself, and the values that ask for nothing.
-_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "attention_mask": (None,),
-    "dropout": (0, 0.0, None),
-    "is_causal": (True, None),
-    "softcap": (None,),
-    "s_aux": (None,),
-    "position_bias": (None,),
-    "alibi": (None,),
-    "head_mask": (None,),
+# What an attention layer may ask of its function besides the product itself, and the value, beside None, that asks for
+# nothing.
+_ASKS_FOR_NOTHING: dict[str, Any] = {
+    "attention_mask": None,
+    "dropout": 0,
+    "is_causal": True,
+    "softcap": None,
+    "s_aux": None,
+    "position_bias": None,
+    "alibi": None,
+    "head_mask": None,
 }
 _LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that depend on the longest request of a batch
 
@@ -85,9 +86,8 @@ class TransformersModel(Model):
         _check_kinds(hf_config)
         try:
             with torch.device("meta"):
-                model: Any = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    hf_config, attn_implementation=NAME
-                ).eval()
+                factory: Any = transformers.AutoModelForCausalLM  # partly typed
+                model = factory.from_config(hf_config, attn_implementation=NAME).eval()
         except (ValueError, ImportError) as error:
             raise ModelError(f"{config.architecture} cannot run over the paged cache: {error}") from error
         return probe(model, config, hf_config.get_text_config())
@@ -138,7 +138,7 @@ def probe(model: Any, config: ModelConfig, text_config: Any) -> tuple[AttentionL
     ) -> torch.Tensor:
         name, window = names[id(module)], keywords.get("sliding_window")
         for keyword, nothing in _ASKS_FOR_NOTHING.items():
-            if (given := keywords.get(keyword)) is not None and given not in nothing:
+            if (given := keywords.get(keyword)) is not None and (nothing is None or given != nothing):
                 problems[f"{name} asks for {keyword}"] = None
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             problems[f"{name}: queries, keys and values differ in size"] = None
@@ -215,7 +215,8 @@ class TransformersNetwork(Network):
         return ()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self._model.get_input_embeddings()(input_ids.long())  # type: ignore[no-any-return]
+        rows: torch.Tensor = self._model.get_input_embeddings()(input_ids.long())
+        return rows
 
     def forward(self, inputs: ModelInputs) -> ModelOutput:
         def attend(
@@ -234,7 +235,8 @@ class TransformersNetwork(Network):
         return ModelOutput(hidden=output.last_hidden_state[0])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+        logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.float()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]]) -> None:
         own = dict(self.weights())

@@ -23,6 +23,7 @@ class PlainExperts:
         return result.to(x.dtype)
 
     def _one(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """[..., H] -> [..., H]."""
         gated = silu_and_mul(torch.nn.functional.linear(x, self.gate_up[expert]))
         return torch.nn.functional.linear(gated, self.down[expert])
 

@@ -61,6 +61,7 @@ _OF_THE_SCHEDULER = frozenset(
         "kv_connector_block_state",
     }
 )
+_KNOWN_OF_A_STEP = _OF_A_STEP | _OF_THE_SCHEDULER
 
 
 @dataclasses.dataclass
@@ -112,7 +113,7 @@ class Requests:
 
     def read(self, scheduled: Any) -> Step:
         """A vLLM SchedulerOutput. Raises UnsupportedError for fields that are set and that nothing here serves."""
-        if names := _set_beyond(scheduled, _OF_A_STEP | _OF_THE_SCHEDULER):
+        if names := _set_beyond(scheduled, _KNOWN_OF_A_STEP):
             raise UnsupportedError(f"vLLM's scheduler asks for what this worker does not serve: {', '.join(names)}")
         leaving = set(scheduled.preempted_req_ids or ())
         for req_id in scheduled.finished_req_ids:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cpu import CpuPlatform
 
+from workerkit.framework.checks import parts
 from workerkit.framework.errors import ConfigError, did_you_mean
 from workerkit.framework.interfaces.runner import ModelRunner
 from workerkit.framework.interfaces.sampling import SlotPart
@@ -19,7 +20,6 @@ from workerkit.framework.plugins import load_plugins
 from workerkit.plugins.vllm import SECTION, settings
 from workerkit.plugins.vllm.params import sampling_params, served_extra_args, unserved
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _HERE = "workerkit.plugins.vllm"
 _WORKER = f"{_HERE}.worker.VllmWorker"
@@ -73,7 +73,9 @@ class WorkerkitPlatform(CpuPlatform):
             raise ConfigError([*problems, *error.problems], settings.HEADLINE) from None
         if problems:
             raise ConfigError(problems, settings.HEADLINE)
-        cls._extra_args = served_extra_args(name for part in _parts(plan, SlotPart) for name in part.parameters)
+        cls._extra_args = served_extra_args(
+            name for _, part, _ in parts(plan.nodes, SlotPart) for name in part.parameters
+        )
         vllm_config.additional_config = {**(vllm_config.additional_config or {}), SECTION: dict(source)}
         _update(vllm_config, plan)
 
@@ -83,22 +85,14 @@ class WorkerkitPlatform(CpuPlatform):
         (any other with 500)."""
         if problems := [f"{name} is not served by this worker" for name in unserved(params)]:
             raise VLLMValidationError("; ".join(problems))
-        if cls._extra_args is None:
-            return
         for name in params.extra_args or ():
-            if name not in cls._extra_args:
+            if cls._extra_args is not None and name not in cls._extra_args:
                 hint = did_you_mean(name, cls._extra_args)
                 raise VLLMValidationError(f"extra_args: no part of this worker reads {name!r}; {hint}")
         try:
             sampling_params(params, 0)
         except (ValueError, TypeError) as error:
             raise VLLMValidationError(str(error.args[0])) from error  # those of attrs carry more than the message
-
-
-def _parts(plan: Plan, interface: type[T]) -> Iterator[type[T]]:
-    for node in plan.nodes.values():
-        if isinstance(node.factory, type) and issubclass(node.factory, interface):
-            yield node.factory
 
 
 def _foreign_classes(vllm_config: Any) -> Iterator[str]:
@@ -141,10 +135,10 @@ def _update(vllm_config: Any, plan: Plan) -> None:
 
 
 def _why_steps_wait(plan: Plan) -> str | None:
-    for runner in _parts(plan, ModelRunner):
+    for name, runner, _ in parts(plan.nodes, ModelRunner):
         if not runner.overlaps_steps:
-            return f"the runner ({runner.__module__}) waits for its tokens"
-    for part in _parts(plan, SlotPart):
+            return f"{name} waits for its tokens"
+    for name, part, _ in parts(plan.nodes, SlotPart):
         if part.reads_host_tokens:
-            return f"{part.__name__} reads sampled tokens on the host"
+            return f"{name} reads sampled tokens on the host"
     return None

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 class _FailsRequests:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]  # a mixin
         failed = getattr(model_runner_output, "failed", {})
         for request in self.finish_requests(failed, RequestStatus.FINISHED_ERROR) if failed else ():
             _log.error("request %s failed in the worker: %s", request.request_id, failed[request.request_id])
