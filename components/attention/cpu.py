@@ -73,7 +73,13 @@ class CpuAttention(AttentionBackend):
         ]
         plan_of_layer = [plans[group] for group in caches.group_of_layer]
 
-        def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             plan = plan_of_layer[layer.index]
             key_cache, value_cache = caches.keys[layer.index], caches.values[layer.index]
             if padded:
@@ -82,7 +88,7 @@ class CpuAttention(AttentionBackend):
             decodes = plan.decodes
             if decodes is not None:
                 decoded = kernels.decode_attention(
-                    query[decodes.tokens], key_cache, value_cache, decodes.block_table, decodes.mask, layer.scale
+                    query[decodes.tokens], key_cache, value_cache, decodes.block_table, decodes.mask, layer.scale, sinks
                 )
                 if decoded.shape[0] == query.shape[0]:
                     return decoded
@@ -98,6 +104,7 @@ class CpuAttention(AttentionBackend):
                     row.seq_len,
                     layer.scale,
                     layer.sliding_window,
+                    sinks,
                 )
             return output
 

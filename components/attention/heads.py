@@ -9,7 +9,7 @@ from workerkit.framework.interfaces.kv_cache import AttentionLayer
 
 
 def check_heads(layers: Sequence[AttentionLayer]) -> None:
-    """Raise UnsupportedError for a layer whose query heads do not divide among its key heads."""
+    """Raise UnsupportedError for a layer that the backend cannot serve."""
     for layer in layers:
         if layer.num_heads % layer.num_kv_heads:
             raise UnsupportedError(

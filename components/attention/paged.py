@@ -13,7 +13,13 @@ from workerkit.framework.interfaces.model import Attend
 def attend_paged(kernels: Kernels, batch: InputBatch, tables: BatchTables, caches: KVCaches) -> Attend:
     """`reshape_and_cache`, then `paged_attention` over all rows; they read tensors of batch and tables only."""
 
-    def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         group = caches.group_of_layer[layer.index]
         key_cache, value_cache = caches.keys[layer.index], caches.values[layer.index]
         kernels.reshape_and_cache(key, value, key_cache, value_cache, tables.slot_mappings[group])
@@ -26,6 +32,7 @@ def attend_paged(kernels: Kernels, batch: InputBatch, tables: BatchTables, cache
             batch.seq_lens,
             layer.scale,
             layer.sliding_window,
+            sinks,
         )
 
     return attend

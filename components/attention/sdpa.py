@@ -67,7 +67,13 @@ class SdpaAttention(AttentionBackend):
             for table, group in zip(tables.block_tables, caches.layout.groups, strict=True)
         ]
 
-        def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             self._write(layer, key, value, tables, caches)
             plan = plans[caches.group_of_layer[layer.index]]
             if len(plan) == 1 and batch.num_tokens == len(query):
@@ -93,7 +99,13 @@ class SdpaAttention(AttentionBackend):
         everything = slice(0, desc.num_tokens)
         plans: dict[int, _Rows] = {}
 
-        def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             self._write(layer, key, value, tables, caches)
             number = caches.group_of_layer[layer.index]
             group = groups[number]

@@ -9,7 +9,7 @@ import attrs
 
 from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.engine import CacheIdentity, FinishReason
-from workerkit.framework.interfaces.request import CachedRequest, NewRequest
+from workerkit.framework.interfaces.request import CachedRequest, ImageInput, NewRequest
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class ScheduledRequest:
     stop_ids: frozenset[int]
     cache_identity: CacheIdentity
     block_ids: list[list[int]]  # for each group; empty while it waits
+    images: tuple[ImageInput, ...] = ()
+    lora: str | None = None
     capacity: int = 0  # tokens that they hold
     digests: dict[int, BlockDigests] = attrs.field(factory=dict)  # by block size
     num_cached: int | None = None  # prompt tokens found in the cache when it was admitted for the first time

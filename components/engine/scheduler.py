@@ -133,6 +133,8 @@ class ContinuousScheduler(Scheduler):
             stop_ids=request.stop_ids,
             cache_identity=request.cache_identity,
             block_ids=[[] for _ in range(self._num_groups)],
+            images=request.images,
+            lora=request.lora,
         )
         self._requests[req_id] = scheduled
         insort(self._waiting, scheduled, key=_ORDER)
@@ -232,6 +234,8 @@ class ContinuousScheduler(Scheduler):
                 stop_ids=request.stop_ids,
                 block_ids=tuple(tuple(have) for have in request.block_ids),
                 num_computed_tokens=hit.num_tokens,
+                images=request.images,
+                lora=request.lora,
             )
             plan.new.append(new)
             if request.num_cached is None:

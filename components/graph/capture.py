@@ -57,6 +57,7 @@ class _AttendCall:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    sinks: torch.Tensor | None
     output: torch.Tensor
 
 
@@ -102,13 +103,19 @@ class CapturedForward:
         self._graphs.append(graph)
 
     def _attend(
-        self, layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """In the place of a batch's own while the forward is captured: here one graph ends and the next begins."""
         copy = self._buffers.copy
         query, key, value = copy("query", query), copy("key", key), copy("value", value)
         self._graphs[-1].capture_end()
-        self._calls.append(_AttendCall(layer, query, key, value, self._buffers.like("attention", query)))
+        output = self._buffers.like("attention", query[..., :1].expand(*query.shape[:2], layer.value_dim))
+        self._calls.append(_AttendCall(layer, query, key, value, sinks, output))
         self._begin()
         return self._calls[-1].output
 
@@ -129,7 +136,7 @@ class CapturedForward:
             return self._output
         for graph, call in zip(self._graphs, self._calls, strict=False):
             graph.replay()
-            call.output.copy_(inputs.attend(call.layer, call.query, call.key, call.value))
+            call.output.copy_(inputs.attend(call.layer, call.query, call.key, call.value, call.sinks))
         self._graphs[-1].replay()
         return self._output
 

@@ -73,15 +73,22 @@ class PagedKVCache(KVCacheManager):
         self._context = context
 
     def plan(
-        self, layers: Sequence[AttentionLayer], kernel_block_sizes: Sequence[int], available_bytes: int
+        self,
+        layers: Sequence[AttentionLayer],
+        kernel_block_sizes: Sequence[int],
+        available_bytes: int,
+        state_bytes: int = 0,
     ) -> KVLayout:
         groups = self._groups(layers)
         kernel_block_size = self._kernel_block_size(kernel_block_sizes)
         block_bytes = groups[0].spec.page_bytes * max(len(group.layers) for group in groups)
+        state_blocks = -(-state_bytes // block_bytes)
         return KVLayout(
             num_blocks=self._num_blocks(len(groups), block_bytes, available_bytes),
             groups=groups,
             kernel_block_size=kernel_block_size,
+            state_blocks=state_blocks,
+            state_interval=self._cache.state_interval or state_blocks * self._cache.block_size,
         )
 
     def _groups(self, layers: Sequence[AttentionLayer]) -> tuple[KVCacheGroup, ...]:
@@ -171,3 +178,22 @@ class PagedKVCache(KVCacheManager):
 
     def copy_blocks(self, caches: KVCaches, pairs: Sequence[tuple[int, int]]) -> None:
         copy_kv_cache_blocks_inplace(caches.storages, pairs)
+
+    def write_state(self, caches: KVCaches, block_ids: Sequence[int], state: torch.Tensor) -> None:
+        index = torch.tensor(block_ids, device=state.device)
+        start = 0
+        for page in _pages(caches):
+            part = state[start : start + len(index) * page.shape[1]]
+            padded = torch.nn.functional.pad(part, (0, len(index) * page.shape[1] - len(part)))
+            page.index_copy_(0, index, padded.view(len(index), -1))
+            start += len(part)
+
+    def read_state(self, caches: KVCaches, block_ids: Sequence[int], num_bytes: int) -> torch.Tensor:
+        pages = _pages(caches)
+        index = torch.tensor(block_ids, device=pages[0].device)
+        return torch.cat([page.index_select(0, index).flatten() for page in pages])[:num_bytes]
+
+
+def _pages(caches: KVCaches) -> list[torch.Tensor]:
+    """[num_blocks, page] uint8 of each storage."""
+    return [storage.flatten(1).view(torch.uint8) for storage in _distinct(caches.storages)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from workerkit.components.loader.hf_fields import Fields
@@ -25,6 +25,8 @@ FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
+# What a family has beyond the fields that all have: (config so far, the file's fields, typed access to them) -> config
+FAMILY_PAGES: dict[str, Callable[[ModelConfig, Mapping[str, Any], Fields], ModelConfig]] = {}
 _QWEN = ("qwen2", "qwen3", "qwen3_moe")
 MEDUSA = "MedusaModel"
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
@@ -137,13 +139,18 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
         dtype=dtype,
         raw=dict(raw),
     )
+    if family in FAMILY_PAGES:
+        config = FAMILY_PAGES[family](config, raw, fields)
     if problems:
         raise ModelError("\n  - ".join([f"{source} ({architecture}) is not understood:", *problems]))
     return config
 
 
 def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A file of speculators has the fields of the draft's layers one level down."""
+    """A file of speculators has the fields of the draft's layers one level down, one of a vision model its text's."""
+    text = raw.get("text_config")
+    if isinstance(text, Mapping):
+        return {**text, **{key: value for key, value in raw.items() if key not in ("text_config", "model_type")}}
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, Mapping):
         return dict(raw)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
+from workerkit.components.layers.attention import Attention
 from workerkit.components.layers.embedding import Embedding
-from workerkit.components.layers.linear import Linear, MergedLinear
+from workerkit.components.layers.linear import Linear
+from workerkit.components.layers.mixer import LayerContext, Mixer, RecurrentMixer
 from workerkit.components.layers.mlp import ACTIVATIONS, GatedMLP
 from workerkit.components.layers.moe import SparseMLP
 from workerkit.components.layers.norm import RMSNorm
@@ -18,7 +20,8 @@ from workerkit.components.model.checkpoint import CheckpointNetwork
 from workerkit.framework.errors import ModelError
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.kv_cache import AttentionLayer
-from workerkit.framework.interfaces.model import Attend, ModelConfig, ModelInputs, ModelOutput
+from workerkit.framework.interfaces.model import ModelConfig, ModelInputs, ModelOutput
+from workerkit.framework.interfaces.recurrent import RecurrentLayer
 
 logger = logging.getLogger(__name__)
 
@@ -30,106 +33,81 @@ DRAFT = "mtp."  # a draft network that some checkpoints bring along
 class DecoderLayer(torch.nn.Module):
     """One block. The residual stream is carried beside the branch that is still to be added to it.
 
-    input_size: width of what attention reads, hidden_size if None; what it returns is hidden_size wide in any case.
+    mixer: what mixes the tokens. mlp: what comes behind it, a gated MLP if None.
     has_input_norm: False for the first layer of some drafts, which has no such norm: only `after_norm` serves it.
-    mlp: what comes behind attention, a gated MLP if None.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        layer: AttentionLayer,
+        mixer: Mixer,
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
         *,
-        input_size: int | None = None,
         has_input_norm: bool = True,
         mlp: GatedMLP | SparseMLP | None = None,
     ) -> None:
         super().__init__()
-        self.layer = layer
-        self.kernels = kernels
-        hidden, head_dim = config.hidden_size, config.head_dim
-        query_size, key_size = layer.num_heads * head_dim, layer.num_kv_heads * head_dim
-        self.split = [query_size, key_size, key_size]
-        qkv = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
+        hidden = config.hidden_size
 
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, config.rms_norm_eps, kernels, dtype, device, config.norm_offset)
+        def norm() -> RMSNorm:
+            return RMSNorm(hidden, config.rms_norm_eps, kernels, dtype, device, config.norm_offset)
 
-        self.input_layernorm = norm(hidden) if has_input_norm else None
-        self.qkv_proj = MergedLinear(input_size or hidden, qkv, config.qkv_bias, kernels, dtype, device, "attention")
-        self.q_norm = norm(head_dim) if config.qk_norm else None
-        self.k_norm = norm(head_dim) if config.qk_norm else None
-        self.o_proj = Linear("o_proj", query_size, hidden, config.o_bias, kernels, dtype, device, "attention")
-        self.post_attention_layernorm = norm(hidden)
-        self.pre_feedforward_layernorm = norm(hidden) if config.sandwich_norms else None
-        self.post_feedforward_layernorm = norm(hidden) if config.sandwich_norms else None
+        self.mixer = mixer
+        self.input_layernorm = norm() if has_input_norm else None
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm() if config.sandwich_norms else None
+        self.post_feedforward_layernorm = norm() if config.sandwich_norms else None
         inner, bias, act = config.intermediate_size, config.mlp_bias, config.hidden_act
         self.mlp = mlp or GatedMLP(hidden, inner, bias, kernels, dtype, device, act)
 
     def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(What the layer before adds to the stream, the stream), [T, H] each -> the same for the layer behind."""
         assert self.input_layernorm is not None, "without that norm, after_norm is to be called"
         x, residual = self.input_layernorm.add(x, residual)
-        return self.after_norm(x, residual, cos, sin, attend)
+        return self.after_norm(x, residual, context)
 
     def after_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+        self, x: torch.Tensor, residual: torch.Tensor, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(What attention reads [T, input_size], the stream [T, H]) -> as `forward`; works in place on the stream."""
-        num_tokens = x.shape[0]
-        query, key, value = (part.view(num_tokens, -1, self.layer.head_dim) for part in self.project(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.kernels.rotary_embedding(query, key, cos, sin)
-        attended = self.o_proj(attend(self.layer, query, key, value).reshape(num_tokens, -1))
+        """(What the mixer reads [T, input size], the stream [T, H]) -> as `forward`; works in place on the stream."""
+        mixed = self.mixer(x, context)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
-            x, residual = self.post_attention_layernorm.add(attended, residual)
+            x, residual = self.post_attention_layernorm.add(mixed, residual)
             return self.mlp(x), residual
-        x, residual = self.pre_feedforward_layernorm.add(self.post_attention_layernorm(attended), residual)
+        x, residual = self.pre_feedforward_layernorm.add(self.post_attention_layernorm(mixed), residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
-
-    def projections(self) -> Sequence[MergedLinear]:
-        """What makes queries, keys and values."""
-        return (self.qkv_proj,)
-
-    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """[T, input_size] -> queries, keys and values, [T, heads * head_dim] each."""
-        return torch.split(self.qkv_proj(x), self.split, dim=-1)
 
     def destinations(self) -> dict[str, Destination]:
         """Checkpoint name below `model.layers.N.` -> where the tensor goes."""
-        tensors = {"post_attention_layernorm.weight": self.post_attention_layernorm.destination()}
-        for linear in (*self.projections(), self.o_proj):
-            tensors |= {f"self_attn.{name}": place for name, place in linear.destinations().items()}
-        tensors |= self.mlp.destinations()
-        optional = {
+        tensors = self.mixer.destinations() | self.mlp.destinations()
+        norms = {
             "input_layernorm": self.input_layernorm,
-            "self_attn.q_norm": self.q_norm,
-            "self_attn.k_norm": self.k_norm,
+            "post_attention_layernorm": self.post_attention_layernorm,
             "pre_feedforward_layernorm": self.pre_feedforward_layernorm,
             "post_feedforward_layernorm": self.post_feedforward_layernorm,
         }
-        return tensors | {f"{name}.weight": norm.destination() for name, norm in optional.items() if norm is not None}
+        return tensors | {f"{name}.weight": norm.destination() for name, norm in norms.items() if norm is not None}
 
 
 def make_attention_layers(config: ModelConfig, prefix: str) -> tuple[AttentionLayer, ...]:
-    """One for each layer of the config, in order; names are `{prefix}layers.N.self_attn`."""
+    """One for each layer of the config that is not recurrent, in order; names are `{prefix}layers.N.self_attn`."""
+    windows = config.sliding_windows or (None,) * config.num_hidden_layers
+    numbers = [number for number in range(config.num_hidden_layers) if number not in config.recurrent_layers]
     return tuple(
         AttentionLayer(
-            name=f"{prefix}layers.{index}.self_attn",
+            name=f"{prefix}layers.{number}.self_attn",
             index=index,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             scale=config.attention_scale or config.head_dim**-0.5,
-            sliding_window=window,
+            sliding_window=windows[number],
         )
-        for index, window in enumerate(config.sliding_windows or (None,) * config.num_hidden_layers)
+        for index, number in enumerate(numbers)
     )
 
 
@@ -144,27 +122,46 @@ class Decoder(CheckpointNetwork):
         check_numbers(config)
         self.config = config
         self.kernels = kernels
+        self.dtype, self.device = dtype, device
         self._attention_layers = make_attention_layers(config, "model.")
         kind = "head" if config.tie_word_embeddings else "embedding"
         self.embed_tokens = Embedding(EMBEDDING, config.vocab_size, config.hidden_size, kernels, dtype, device, kind)
+        attention = iter(self._attention_layers)
         self.layers = torch.nn.ModuleList(
-            DecoderLayer(config, layer, kernels, dtype, device, mlp=self.make_mlp(layer.index, dtype, device))
-            for layer in self._attention_layers
+            self.make_layer(number, None if number in config.recurrent_layers else next(attention))
+            for number in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels, dtype, device, config.norm_offset)
         self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
         self.local_rotary: RotaryEmbedding | None = None
         if config.local_rope is not None:
             self.local_rotary = RotaryEmbedding(config.local_rope, kernels, dtype, device)
+        self._is_local = [window is not None for window in config.sliding_windows or [None] * len(self.layers)]
         self.lm_head: Linear = self.embed_tokens  # until a checkpoint has another one
 
-    def make_mlp(self, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP | None:
-        """What layer `index` has behind its attention; None: a gated MLP by the config's numbers."""
+    def make_layer(self, number: int, layer: AttentionLayer | None) -> torch.nn.Module:
+        """Layer `number` of the config, and its attention; None for a recurrent one. A `DecoderLayer`, or what can be
+        called like one and has `destinations`."""
+        mixer = self.make_mixer(number, layer)
+        return DecoderLayer(self.config, mixer, self.kernels, self.dtype, self.device, mlp=self.make_mlp(number))
+
+    def make_mixer(self, number: int, layer: AttentionLayer | None) -> Mixer:
+        """What mixes the tokens in layer `number`."""
+        assert layer is not None, f"{self.config.architecture} has no recurrent layers"
+        return Attention(self.config, layer, self.kernels, self.dtype, self.device)
+
+    def make_mlp(self, number: int) -> GatedMLP | SparseMLP | None:
+        """What layer `number` has behind its mixer; None: a gated MLP by the config's numbers."""
         return None
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         return self._attention_layers
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentLayer, ...]:
+        mixers = (getattr(layer, "mixer", None) for layer in self.layers)
+        return tuple(mixer.layer for mixer in mixers if isinstance(mixer, RecurrentMixer))
 
     @property
     def tap_points(self) -> tuple[str, ...]:
@@ -184,16 +181,23 @@ class Decoder(CheckpointNetwork):
         taps: dict[str, torch.Tensor] = {}
         if "embed" in inputs.taps:
             taps["embed"] = self.embed(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
-        turns = self.rotary(inputs.positions, inputs.rope_lens)
-        local = turns if self.local_rotary is None else self.local_rotary(inputs.positions, inputs.rope_lens)
+        context = local = self._context(self.rotary, inputs)
+        if self.local_rotary is not None:
+            local = self._context(self.local_rotary, inputs)
         x: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            cos, sin = turns if self._attention_layers[index].sliding_window is None else local
-            x, residual = layer(x, residual, cos, sin, inputs.attend)
-            if f"layers.{index}" in inputs.taps:
-                taps[f"layers.{index}"] = self.kernels.add(x, residual)
+        for number, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, local if self._is_local[number] else context)
+            if number < len(inputs.deepstack):
+                x = x + inputs.deepstack[number]
+            if f"layers.{number}" in inputs.taps:
+                taps[f"layers.{number}"] = self.kernels.add(x, residual)
         hidden, _ = self.norm.add(x, residual)
         return ModelOutput(hidden=hidden, taps=taps)
+
+    def _context(self, rotary: RotaryEmbedding, inputs: ModelInputs) -> LayerContext:
+        positions = inputs.positions if inputs.rope_positions is None else inputs.rope_positions
+        cos, sin = rotary(positions, inputs.rope_lens)
+        return LayerContext(cos=cos, sin=sin, attend=inputs.attend, recurrent=inputs.recurrent)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head.logits(hidden)
@@ -201,13 +205,12 @@ class Decoder(CheckpointNetwork):
     def required_tensors(self) -> dict[str, Destination]:
         tensors = {**self.embed_tokens.destinations(), "model.norm.weight": self.norm.destination()}
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
+            assert callable(layer.destinations)
             tensors |= {f"model.layers.{index}.{name}": place for name, place in layer.destinations().items()}
         return tensors
 
     def optional_tensors(self) -> dict[str, Destination]:
-        config, kernels = self.config, self.kernels
-        dtype, device = self.embed_tokens.dtype, self.embed_tokens.device
+        config, kernels, dtype, device = self.config, self.kernels, self.dtype, self.device
         if config.tie_word_embeddings:  # compared with the embedding, row by row
             self.lm_head = Embedding(HEAD, config.vocab_size, config.hidden_size, kernels, dtype, device, "head")
         else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from workerkit.components.layers.mlp import GatedMLP
 from workerkit.components.layers.moe import ExpertWeights, SparseMLP
 from workerkit.components.model.decoder import Decoder
@@ -25,13 +23,13 @@ class Mixtral(Decoder):
             )
         super().quantize(section)
 
-    def make_mlp(self, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP | None:
+    def make_mlp(self, number: int) -> GatedMLP | SparseMLP | None:
         moe = self.config.moe
         assert moe is not None, "the loader reads it for this architecture"
-        if index not in moe.sparse_layers:
+        if number not in moe.sparse_layers:
             return None
         hidden, names = self.config.hidden_size, self.expert_names
-        return SparseMLP(ExpertWeights(moe, hidden, names, self.kernels, dtype, device), self.room)
+        return SparseMLP(ExpertWeights(moe, hidden, names, self.kernels, self.dtype, self.device), self.room)
 
 
 class Qwen3Moe(Mixtral):

@@ -14,6 +14,7 @@ from workerkit.components.buffers.upload import to_device
 from workerkit.components.runner.output import StepResult
 from workerkit.framework.errors import ModelError, UnsupportedError, did_you_mean
 from workerkit.framework.interfaces.batch import BatchPlan, InputBatch, InputBatchBuilder
+from workerkit.framework.interfaces.extensions import Embeddings
 from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape
 from workerkit.framework.interfaces.kv_cache import BatchTables, BlockTables, KVCaches
 from workerkit.framework.interfaces.model import Attend, LoadedModel, ModelInputs, ModelOutput
@@ -116,14 +117,17 @@ class StepPhases:
             uniform_query_len=first if is_uniform else None,
             max_query_len=first if is_uniform else int(plan.num_scheduled_tokens.max()),
         )
+        if self._parts.lora.is_eager(plan):
+            return self._parts.parallel.agree(BatchDescriptor(mode="eager", num_tokens=num_tokens, num_reqs=num_reqs))
         return self._parts.parallel.agree(self._parts.graph.dispatch(self._parts.pcp.local_shape(shape)))
 
     def move_blocks(self, output: SchedulerOutput) -> None:
-        """New blocks are zeroed, then blocks are copied."""
+        """New blocks are zeroed, then blocks are copied; and what is to be kept after the step."""
         if output.blocks_to_zero:
             self._parts.kv_cache.zero_blocks(self._caches, output.blocks_to_zero)
         if output.block_copies:
             self._parts.kv_cache.copy_blocks(self._caches, output.block_copies)
+        self._parts.model_state.schedule(output)
 
     def forward(self, plan: BatchPlan, desc: BatchDescriptor) -> ExecuteModelState:
         """Build the batch and run the model."""
@@ -161,8 +165,10 @@ class StepPhases:
         if real:
             parts.kv_connector.start_load(local)
             parts.hooks.batch_prepared(local)
-        inputs = self._inputs(local, attend, host_parameters, embeds if received is None else received)
-        if inputs.inputs_embeds is None:
+        if received is not None:
+            embeds = Embeddings(inputs=received)
+        inputs = self._inputs(local, attend, host_parameters, embeds)
+        if embeds is None:
             output = parts.graph.run(desc, self._network.forward, inputs)
         else:  # graphs begin with the embedding of ids
             output = self._network.forward(inputs)
@@ -194,14 +200,18 @@ class StepPhases:
         local: InputBatch,
         attend: Attend,
         host_parameters: Mapping[str, Sequence[Mapping[str, Any]]],
-        embeds: torch.Tensor | None = None,
+        embeds: Embeddings | None = None,
     ) -> ModelInputs:
+        state = self._parts.model_state
         return ModelInputs(
             input_ids=local.input_ids,
             positions=local.positions,
             rope_lens=local.rope_lens,
             attend=attend,
-            inputs_embeds=embeds,
+            inputs_embeds=None if embeds is None else embeds.inputs,
+            deepstack=() if embeds is None else embeds.deepstack,
+            rope_positions=state.rope_positions(local),
+            recurrent=state.recurrent(local),
             taps=self._taps,
             host_parameters=host_parameters,
         )

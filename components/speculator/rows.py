@@ -105,8 +105,14 @@ def one_query_rows(
 def draft_attend(attend: Attend, draft: DraftWeights) -> Attend:
     """`attend` of the shared cache, for a network that counts its layers from 0."""
 
-    def attend_own(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend(draft.attention_layers[layer.index], query, key, value)
+    def attend_own(
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return attend(draft.attention_layers[layer.index], query, key, value, sinks)
 
     return attend_own
 

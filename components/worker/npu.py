@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ class NPUWorker(Worker):
         memory = self._device.memory()
         wanted = int(memory.total_bytes * self._cache.memory_fraction)
         in_use = memory.total_bytes - memory.free_bytes
-        layout = self._kv_cache().plan(self._layers(), self._attention().kernel_block_sizes, wanted)
+        layout = self._plan(wanted)
         self._device.reset_peak_memory()
         num_reqs = min(shape.max_num_reqs, shape.max_num_batched_tokens)
         two_blocks = attrs.evolve(layout, num_blocks=2)
@@ -172,7 +173,13 @@ class NPUWorker(Worker):
 
     def plan_kv_cache(self, available_bytes: int) -> KVLayout:
         self._at("plan_kv_cache", Stage.LOADED)
-        return self._kv_cache().plan(self._layers(), self._attention().kernel_block_sizes, available_bytes)
+        return self._plan(available_bytes)
+
+    def _plan(self, available_bytes: int) -> KVLayout:
+        states = [state for layer in self._loaded().network.recurrent_layers for state in layer.states]
+        state_bytes = sum(math.prod(state.shape) * getattr(torch, state.dtype).itemsize for state in states)
+        sizes = self._attention().kernel_block_sizes
+        return self._kv_cache().plan(self._layers(), sizes, available_bytes, state_bytes)
 
     def initialize_kv_cache(self, layout: KVLayout) -> None:
         self._at("initialize_kv_cache", Stage.LOADED)

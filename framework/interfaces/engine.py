@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from workerkit.framework.interfaces.kv_cache import KVLayout
-from workerkit.framework.interfaces.request import ModelRunnerOutput, SchedulerOutput
+from workerkit.framework.interfaces.request import ImageInput, ModelRunnerOutput, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.text import Tokenizer
@@ -46,6 +46,8 @@ class EngineRequest:
     stop_ids: frozenset[int] = frozenset()  # every token that ends it, the model's own included
     priority: int = 0  # lower comes first, where the scheduler goes by priority
     cache_identity: CacheIdentity = CacheIdentity()
+    images: tuple[ImageInput, ...] = ()  # cache_identity has their spans
+    lora: str | None = None  # name of the adapter; cache_identity has what identifies its weights
 
 
 @attrs.frozen(kw_only=True, slots=False)  # one for each request and step: quicker to build

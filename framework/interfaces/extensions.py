@@ -6,21 +6,27 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from workerkit.framework.interfaces.sampling import SlotPart
 
 if TYPE_CHECKING:
     import torch
 
-    from workerkit.framework.interfaces.batch import InputBatch
+    from workerkit.framework.interfaces.batch import BatchPlan, InputBatch
     from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape
     from workerkit.framework.interfaces.kv_cache import BatchTables, KVCaches
     from workerkit.framework.interfaces.model import LoadedModel, ModelOutput
+    from workerkit.framework.interfaces.recurrent import RecurrentBatch
     from workerkit.framework.interfaces.request import ModelRunnerOutput, SchedulerOutput
     from workerkit.framework.interfaces.sampling import SamplerOutput
 
 
 class ModelState(SlotPart):
-    """State that a model keeps beside the paged cache (recurrent state, accepted counts)."""
+    """State that a model keeps beside the paged cache (recurrent state, accepted counts, positions of pictures)."""
+
+    def schedule(self, output: SchedulerOutput) -> None:
+        """On the stream, before the forward: which states are to be kept after the step."""
 
     @abc.abstractmethod
     def preprocess(self, batch: InputBatch) -> None:
@@ -35,6 +41,15 @@ class ModelState(SlotPart):
         are the same each time. A dummy batch (the capture's) reads and writes no request's state."""
         return self.extras(batch)
 
+    def recurrent(self, batch: InputBatch) -> RecurrentBatch | None:
+        """Where the recurrent states of the batch lie; None for a model without. A dummy batch gets rows that no
+        request owns."""
+        return None
+
+    def rope_positions(self, batch: InputBatch) -> torch.Tensor | None:
+        """[3, num_tokens_padded] int64, of time, height and width; None where positions are plain."""
+        return None
+
     @abc.abstractmethod
     def commit(self, batch: InputBatch, output: SamplerOutput) -> None:
         """After the request states have committed the step."""
@@ -47,17 +62,29 @@ class LoRA(SlotPart):
     def activate(self, batch: InputBatch) -> None:
         """Before the forward: which adapter each row uses."""
 
+    def is_eager(self, plan: BatchPlan) -> bool:
+        """Whether the step needs what graphs do not hold."""
+        return False
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Embeddings:
+    """What the layers get instead of the embedding of ids. T counts padding."""
+
+    inputs: torch.Tensor  # [T, H]
+    deepstack: tuple[torch.Tensor, ...] = ()  # [T, H] each, 0 where there is no picture: see ModelInputs
+
 
 class Encoder(SlotPart):
-    """Vision or audio inputs."""
+    """Vision inputs."""
 
     @abc.abstractmethod
     def free(self, req_ids: Sequence[str]) -> None:
         """Drop the encoder outputs of requests that left."""
 
     @abc.abstractmethod
-    def embed(self, batch: InputBatch) -> torch.Tensor | None:
-        """[num_tokens_padded, H] input embeddings, or None to embed the ids."""
+    def embed(self, batch: InputBatch) -> Embeddings | None:
+        """None to embed the ids."""
 
 
 class EPLBController(abc.ABC):

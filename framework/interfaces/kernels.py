@@ -324,6 +324,7 @@ class PagedAttention(Protocol):
         seq_lens: torch.Tensor,
         scale: float,
         sliding_window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -338,6 +339,7 @@ class DecodeAttention(Protocol):
         block_table: torch.Tensor,
         mask: torch.Tensor,
         scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -353,6 +355,7 @@ class PrefillAttention(Protocol):
         seq_len: int,
         scale: float,
         sliding_window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 

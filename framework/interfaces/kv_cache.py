@@ -29,6 +29,13 @@ class AttentionLayer:
     head_dim: int
     scale: float  # multiplies query · key
     sliding_window: int | None = None  # keys a query may see, its own included
+    latent_dim: int | None = None  # MLA: a value is the first so many elements of its key, which alone is kept
+    has_sinks: bool = False  # `attend` is given a logit for each head that stands for no value
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value of one head."""
+        return self.latent_dim or self.head_dim
 
 
 @attrs.frozen(kw_only=True)
@@ -63,6 +70,8 @@ class KVLayout:
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     kernel_block_size: int  # b, divides every group's block size B; tables are expanded to it
+    state_blocks: int = 0  # blocks that a copy of a request's recurrent state takes; 0: the model has none
+    state_interval: int = 0  # such copies are made at multiples of so many tokens, a multiple of all block sizes
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -85,10 +94,15 @@ class KVCacheManager(abc.ABC):
 
     @abc.abstractmethod
     def plan(
-        self, layers: Sequence[AttentionLayer], kernel_block_sizes: Sequence[int], available_bytes: int
+        self,
+        layers: Sequence[AttentionLayer],
+        kernel_block_sizes: Sequence[int],
+        available_bytes: int,
+        state_bytes: int = 0,
     ) -> KVLayout:
         """Group the layers and count the blocks that fit.
 
+        `state_bytes`: of one request's recurrent state, 0 for a model without: see KVLayout.state_blocks.
         `kernel_block_sizes`: what the attention backend accepts; () means any. Raises CacheError when not even two
         blocks fit, or when no accepted kernel block size divides the configured block size.
         """
@@ -104,6 +118,14 @@ class KVCacheManager(abc.ABC):
     @abc.abstractmethod
     def copy_blocks(self, caches: KVCaches, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy manager blocks (source, destination); all sources are read before any destination is written."""
+
+    @abc.abstractmethod
+    def write_state(self, caches: KVCaches, block_ids: Sequence[int], state: torch.Tensor) -> None:
+        """Fill manager blocks, whole, with bytes [n] uint8; n is at most what so many blocks hold."""
+
+    @abc.abstractmethod
+    def read_state(self, caches: KVCaches, block_ids: Sequence[int], num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8: what `write_state` wrote there."""
 
 
 @attrs.frozen(kw_only=True, eq=False)

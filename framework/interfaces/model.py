@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from workerkit.framework.interfaces.kv_cache import AttentionLayer
+    from workerkit.framework.interfaces.recurrent import RecurrentBatch, RecurrentLayer
     from workerkit.framework.interfaces.sections import QuantizationSection
 
 
@@ -75,6 +76,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None  # of layers with a sliding window; None: as all others
     sliding_windows: tuple[int | None, ...] = ()  # one entry a layer: tokens a query may see, itself included
     moe: MoEConfig | None = None
+    recurrent_layers: tuple[int, ...] = ()  # numbers of the layers without attention
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # what the checkpoint was saved in
@@ -120,11 +122,23 @@ class QuantizedTensor:
             )
 
 
-if TYPE_CHECKING:
-    # (layer, query [T, num_heads, D], key [T, num_kv_heads, D], value likewise) -> [T, num_heads, D]
-    Attend = Callable[["AttentionLayer", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-else:
-    Attend = Callable
+class Attend(Protocol):
+    """Writes the keys and values of a layer and attends to its cache."""
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query [T, num_heads, D], key [T, num_kv_heads, D], value [T, num_kv_heads, Dv] -> [T, num_heads, Dv].
+
+        sinks [num_heads]: a logit for each head that takes part in the softmax and stands for no value. Given for
+        layers with `has_sinks`, and for no others.
+        """
+        ...
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -138,6 +152,9 @@ class ModelInputs:
     )  # [T] int64: context length that a length-dependent rope uses, max(prompt_len, position + 1)
     attend: Attend  # writes the keys and values of a layer and attends to its cache
     inputs_embeds: torch.Tensor | None = None  # [T, H]; replaces the embedding of input_ids (encoder, pipeline)
+    deepstack: tuple[torch.Tensor, ...] = ()  # [T, H] each: added to the stream behind the first layers
+    rope_positions: torch.Tensor | None = None  # [3, T] int64: of time, height and width, for models with M-RoPE
+    recurrent: RecurrentBatch | None = None  # for networks with recurrent layers
     taps: tuple[str, ...] = ()  # tap points to return, from Network.tap_points
     # AttentionBackend.host_parameters, for a step that replays a graph
     host_parameters: Mapping[str, Sequence[Mapping[str, Any]]] = attrs.field(factory=dict)
@@ -160,6 +177,11 @@ class Network(abc.ABC):
     @abc.abstractmethod
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         """One entry for each layer that owns a KV cache, in order."""
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentLayer, ...]:
+        """One entry for each layer that keeps a state instead of keys and values, in order."""
+        return ()
 
     @property
     @abc.abstractmethod

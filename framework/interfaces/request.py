@@ -14,6 +14,26 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class ImageInput:
+    """A picture of a prompt, cut into patches by the model's own processor."""
+
+    start: int  # its first placeholder among the prompt's tokens
+    num_tokens: int  # placeholders in a row; one takes merge_size ** 2 patches
+    digest: str  # of the pixels and how they were processed: equal ones share what the encoder made of them
+    pixels: np.ndarray  # [patches, channels * temporal patch * patch * patch] float32
+    grid: tuple[int, int, int]  # patches along time, height and width
+
+
+@attrs.frozen(kw_only=True)
+class StateSave:
+    """Keep a copy of a request's recurrent state, once its first `num_tokens` tokens are computed."""
+
+    req_id: str
+    num_tokens: int
+    block_ids: tuple[int, ...]  # manager blocks that take it, KVLayout.state_blocks of them
+
+
 @attrs.frozen(kw_only=True)
 class NewRequest:
     """A request that enters the worker, or returns to it after a preemption (then with the tokens generated so far)."""
@@ -25,6 +45,9 @@ class NewRequest:
     stop_ids: frozenset[int] = frozenset()  # every token that ends it, the model's own included
     block_ids: tuple[tuple[int, ...], ...]  # manager blocks for each KV-cache group
     num_computed_tokens: int = 0
+    state_block_ids: tuple[int, ...] = ()  # where a copy of the state behind the computed tokens lies; (): none
+    images: tuple[ImageInput, ...] = ()  # in the order of their tokens
+    lora: str | None = None  # name of the adapter
 
     @property
     def prefill_len(self) -> int:
@@ -52,6 +75,8 @@ class SchedulerOutput:
     preempted_req_ids: frozenset[str] = frozenset()
     blocks_to_zero: tuple[int, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
+    # Made after the step. The scheduler asks for what the step may reach; what is copied where it does not is not used.
+    state_saves: tuple[StateSave, ...] = ()
 
     @property
     def total_num_scheduled_tokens(self) -> int:

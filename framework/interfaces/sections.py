@@ -118,3 +118,11 @@ class CacheSection:
         validator=_positive_or_none,
         metadata={"doc": "number of blocks, block 0 included, which is never handed out"},
     )
+    state_interval: int | None = attrs.field(
+        default=None,
+        validator=_positive_or_none,
+        metadata={
+            "doc": "tokens between copies of a recurrent state for the prefix cache, a multiple of block_size; null "
+            "takes as many as make a copy no larger than the keys and values between two of them"
+        },
+    )

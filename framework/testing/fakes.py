@@ -21,6 +21,7 @@ from workerkit.framework.interfaces.device import (
 )
 from workerkit.framework.interfaces.extensions import (
     DCPManager,
+    Embeddings,
     Encoder,
     EPLBController,
     EPLBPolicy,
@@ -269,12 +270,12 @@ class FakeEncoder(Encoder):
     def free(self, req_ids: Sequence[str]) -> None:
         """There are no encoder outputs."""
 
-    def embed(self, batch: InputBatch) -> torch.Tensor | None:
+    def embed(self, batch: InputBatch) -> Embeddings | None:
         if not self._embeds:
             return None
         embeds = torch.zeros(batch.num_tokens_padded, FAKE_MODEL.hidden_size)
         embeds[:, 0] = batch.input_ids
-        return embeds
+        return Embeddings(inputs=embeds)
 
 
 class FakeEPLB(EPLBController):

@@ -272,10 +272,15 @@ class FakeKVCache(KVCacheManager):
 
     def __init__(self, cache: CacheSection, context: DeviceContext) -> None:
         self._section = cache
+        self._states: dict[tuple[int, ...], torch.Tensor] = {}
         self._context = context
 
     def plan(
-        self, layers: Sequence[AttentionLayer], kernel_block_sizes: Sequence[int], available_bytes: int
+        self,
+        layers: Sequence[AttentionLayer],
+        kernel_block_sizes: Sequence[int],
+        available_bytes: int,
+        state_bytes: int = 0,
     ) -> KVLayout:
         b = next((s for s in kernel_block_sizes if self._section.block_size % s == 0), self._section.block_size)
         dtype = self._context.dtype
@@ -316,6 +321,12 @@ class FakeKVCache(KVCacheManager):
             for content, (_, target) in zip(sources, pairs, strict=True):
                 tensor[_span(caches, target)] = content
 
+    def write_state(self, caches: KVCaches, block_ids: Sequence[int], state: torch.Tensor) -> None:
+        self._states[tuple(block_ids)] = state.clone()
+
+    def read_state(self, caches: KVCaches, block_ids: Sequence[int], num_bytes: int) -> torch.Tensor:
+        return self._states[tuple(block_ids)][:num_bytes]
+
 
 def _span(caches: KVCaches, block: int) -> slice:
     ratio = caches.layout.block_sizes[0] // caches.layout.kernel_block_size
@@ -329,7 +340,13 @@ class FakeAttention(AttentionBackend):
         """Serves every layer."""
 
     def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
-        def attend(layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: AttentionLayer,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             group = caches.group_of_layer[layer.index]
             keys, values = caches.keys[layer.index].flatten(0, 1), caches.values[layer.index].flatten(0, 1)
             slots = tables.slot_mappings[group].long()

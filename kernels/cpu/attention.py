@@ -19,6 +19,7 @@ def decode_attention(
     block_table: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True where a key is seen.
 
@@ -39,6 +40,7 @@ def prefill_attention(
     seq_len: int,
     scale: float,
     sliding_window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len."""
     num_queries, num_heads, head_dim = query.shape

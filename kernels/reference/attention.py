@@ -6,16 +6,25 @@ import torch
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [Q, Nq, D], keys and values [S, Nk, D], seen [Q, S] -> [Q, Nq, D]; a query that sees nothing yields 0."""
+    """query [Q, Nq, D], keys [S, Nk, D], values [S, Nk, Dv], seen [Q, S], sinks [Nq] -> [Q, Nq, Dv]; a query that sees
+    nothing yields 0."""
     group = query.shape[1] // keys.shape[1]
     wide_keys = keys.float().repeat_interleave(group, dim=1)
     wide_values = values.float().repeat_interleave(group, dim=1)
     scores = torch.einsum("qnd,snd->nqs", query.float(), wide_keys) * scale
     scores = scores.masked_fill(~seen, float("-inf"))
     blind = ~seen.any(-1, keepdim=True)
-    probs = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    scores = scores.masked_fill(blind, 0.0)
+    if sinks is not None:  # one more logit of each head, which stands for no value
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(query), 1)), dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., : len(keys)].masked_fill(blind, 0.0)
     return torch.einsum("nqs,snd->qnd", probs, wide_values).to(query.dtype)
 
 
@@ -37,11 +46,12 @@ def prefill_attention(
     seq_len: int,
     scale: float,
     sliding_window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len."""
+    """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len; sinks [Nq]."""
     keys = key_cache[block_ids.long()].flatten(0, 1)[:seq_len]
     values = value_cache[block_ids.long()].flatten(0, 1)[:seq_len]
-    return _attend(query, keys, values, _seen(query.shape[0], seq_len, sliding_window, query.device), scale)
+    return _attend(query, keys, values, _seen(query.shape[0], seq_len, sliding_window, query.device), scale, sinks)
 
 
 def paged_attention(
@@ -53,15 +63,16 @@ def paged_attention(
     seq_lens: torch.Tensor,
     scale: float,
     sliding_window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D]; block_table [R, W]; query_start_loc [R + 1];
+    """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D or Dv]; block_table [R, W]; query_start_loc [R + 1];
     seq_lens [R], the queries of a row being the last positions of its sequence. Tokens of no row yield zeros."""
-    output = torch.zeros_like(query)
+    output = query.new_zeros(*query.shape[:2], value_cache.shape[-1])
     starts = query_start_loc.tolist()
     for row, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], seq_lens.tolist(), strict=True)):
         if end > start:
             output[start:end] = prefill_attention(
-                query[start:end], key_cache, value_cache, block_table[row], seq_len, scale, sliding_window
+                query[start:end], key_cache, value_cache, block_table[row], seq_len, scale, sliding_window, sinks
             )
     return output
 
@@ -73,10 +84,11 @@ def decode_attention(
     block_table: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True where a key is seen."""
-    output = torch.empty_like(query)
+    output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     for row, block_ids in enumerate(block_table.long()):
         keys, values = key_cache[block_ids].flatten(0, 1), value_cache[block_ids].flatten(0, 1)
-        output[row : row + 1] = _attend(query[row : row + 1], keys, values, mask[row : row + 1], scale)
+        output[row : row + 1] = _attend(query[row : row + 1], keys, values, mask[row : row + 1], scale, sinks)
     return output

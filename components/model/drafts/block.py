@@ -7,13 +7,15 @@ see the context and the whole block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
+from workerkit.components.layers.attention import Attention
 from workerkit.components.layers.linear import Linear, MergedLinear
+from workerkit.components.layers.mixer import LayerContext
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
 from workerkit.components.layers.weights import Destination
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 MASK, CONFIDENCE, CONFIDENCE_BIAS = "mask_embedding", "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
-class BlockLayer(DecoderLayer):
+class BlockAttention(Attention):
     """Keys and values have a matrix of their own: of the context they alone are wanted."""
 
     def __init__(
@@ -78,7 +80,8 @@ class DFlashDraftModel(DraftModule, BlockDraft):
         self.fc = Linear("fc", features_size, hidden, False, kernels, dtype, device)
         self.hidden_norm = RMSNorm(hidden, eps, kernels, dtype, device)
         self.layers = torch.nn.ModuleList(
-            BlockLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
+            DecoderLayer(config, BlockAttention(config, layer, kernels, dtype, device), kernels, dtype, device)
+            for layer in self._attention_layers
         )
         self.norm = RMSNorm(hidden, eps, kernels, dtype, device)
         self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
@@ -110,12 +113,14 @@ class DFlashDraftModel(DraftModule, BlockDraft):
         context = self.hidden_norm(self.fc(features))
         cos, sin = self.rotary(positions, rope_lens)
         shape = (len(context), 2, self.config.num_key_value_heads, self.config.head_dim)
-        for layer in self._layers():
-            key, value = layer.kv_proj(context).view(shape).unbind(1)
-            if layer.k_norm is not None:
-                key = layer.k_norm(key)
+        for layer in self.layers:
+            mixer = layer.mixer
+            assert isinstance(mixer, BlockAttention)
+            key, value = mixer.kv_proj(context).view(shape).unbind(1)
+            if mixer.k_norm is not None:
+                key = mixer.k_norm(key)
             key, _ = self.kernels.rotary_embedding(key, key[:, :0], cos, sin)
-            write(layer.layer, key, value)
+            write(mixer.layer, key, value)
 
     def block_embeds(self, embeds: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         own = self.mask_embedding if mask is None else mask
@@ -127,9 +132,10 @@ class DFlashDraftModel(DraftModule, BlockDraft):
         self, embeds: torch.Tensor, positions: torch.Tensor, rope_lens: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         cos, sin = self.rotary(positions, rope_lens)
+        context = LayerContext(cos=cos, sin=sin, attend=attend)
         x, residual = None, embeds.clone()  # norms may work in place on the stream
-        for layer in self._layers():
-            x, residual = layer(x, residual, cos, sin, attend)
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
         hidden, _ = self.norm.add(x, residual)
         return hidden
 
@@ -160,9 +166,6 @@ class DFlashDraftModel(DraftModule, BlockDraft):
             old = torch.nn.Parameter(empty, requires_grad=False)
         old.copy_(new)
         return old
-
-    def _layers(self) -> Iterator[BlockLayer]:
-        return (cast(BlockLayer, layer) for layer in self.layers)
 
 
 class DSparkDraftModel(DFlashDraftModel):

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from workerkit.components.layers.attention import Attention
 from workerkit.components.layers.linear import Linear
+from workerkit.components.layers.mixer import LayerContext
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
 from workerkit.components.layers.weights import Destination
@@ -47,7 +49,14 @@ class Eagle(DraftModule, HiddenDraft):
             self.embedding_layernorm = RMSNorm(hidden, eps, kernels, dtype, device)
             self.hidden_states_layernorm = RMSNorm(hidden, eps, kernels, dtype, device)
         self.layers = torch.nn.ModuleList(
-            DecoderLayer(config, layer, kernels, dtype, device, has_input_norm=layer.index > 0)
+            DecoderLayer(
+                config,
+                Attention(config, layer, kernels, dtype, device),
+                kernels,
+                dtype,
+                device,
+                has_input_norm=layer.index > 0,
+            )
             for layer in self._attention_layers
         )
         self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
@@ -75,12 +84,13 @@ class Eagle(DraftModule, HiddenDraft):
             embeds, hidden = self.embedding_layernorm(embeds), self.hidden_states_layernorm(hidden)
         residual = self.fc(torch.cat((embeds, hidden), dim=-1))
         cos, sin = self.rotary(positions, rope_lens)
+        context = LayerContext(cos=cos, sin=sin, attend=attend)
         first, *others = self.layers
         assert isinstance(first, DecoderLayer)
         # Attention has read its input when the stream, the same tensor, is added to.
-        x, residual = first.after_norm(residual, residual, cos, sin, attend)
+        x, residual = first.after_norm(residual, residual, context)
         for layer in others:
-            x, residual = layer(x, residual, cos, sin, attend)
+            x, residual = layer(x, residual, context)
         state = x + residual
         return state, state
 
@@ -108,19 +118,20 @@ class Eagle3Layer(DecoderLayer):
     def __init__(
         self, config: ModelConfig, layer: AttentionLayer, kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(config, layer, kernels, dtype, device, input_size=2 * config.hidden_size)
+        mixer = Attention(config, layer, kernels, dtype, device, input_size=2 * config.hidden_size)
+        super().__init__(config, mixer, kernels, dtype, device)
         self.norm_before_residual = flag(config, "norm_before_residual")
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels, dtype, device)
 
     def enter(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+        self, embeds: torch.Tensor, hidden: torch.Tensor, context: LayerContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings and hidden states [T, H] -> what `DecoderLayer.forward` returns."""
         assert self.input_layernorm is not None
         normed = self.hidden_norm(hidden)
         x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden.clone()  # it is worked on in place
-        return self.after_norm(x, residual, cos, sin, attend)
+        return self.after_norm(x, residual, context)
 
     def destinations(self) -> dict[str, Destination]:
         return super().destinations() | {"hidden_norm.weight": self.hidden_norm.destination()}
@@ -156,7 +167,10 @@ class Eagle3(DraftModule, HiddenDraft):
         self.layers = torch.nn.ModuleList(
             [
                 Eagle3Layer(config, first, kernels, dtype, device),
-                *(DecoderLayer(config, layer, kernels, dtype, device) for layer in others),
+                *(
+                    DecoderLayer(config, Attention(config, layer, kernels, dtype, device), kernels, dtype, device)
+                    for layer in others
+                ),
             ]
         )
         self.norm = RMSNorm(hidden, eps, kernels, dtype, device)
@@ -192,11 +206,12 @@ class Eagle3(DraftModule, HiddenDraft):
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.rotary(positions, rope_lens)
+        context = LayerContext(cos=cos, sin=sin, attend=attend)
         first, *others = self.layers
         assert isinstance(first, Eagle3Layer)
-        x, residual = first.enter(embeds, hidden, cos, sin, attend)
+        x, residual = first.enter(embeds, hidden, context)
         for layer in others:
-            x, residual = layer(x, residual, cos, sin, attend)
+            x, residual = layer(x, residual, context)
         normed, stream = self.norm.add(x, residual)
         return normed, normed if self.norm_output else stream
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
+from workerkit.components.layers.attention import Attention
 from workerkit.components.layers.linear import Linear
+from workerkit.components.layers.mixer import LayerContext
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.rope import RotaryEmbedding
 from workerkit.components.layers.weights import Destination
@@ -56,7 +58,8 @@ class MTP(DraftModule, HiddenDraft):
         self.pre_fc_norm_hidden = RMSNorm(hidden, eps, kernels, dtype, device)
         self.fc = Linear("fc", 2 * hidden, hidden, False, kernels, dtype, device)
         self.layers = torch.nn.ModuleList(
-            DecoderLayer(config, layer, kernels, dtype, device) for layer in self._attention_layers
+            DecoderLayer(config, Attention(config, layer, kernels, dtype, device), kernels, dtype, device)
+            for layer in self._attention_layers
         )
         self.norm = RMSNorm(hidden, eps, kernels, dtype, device)
         self.rotary = RotaryEmbedding(config.rope, kernels, dtype, device)
@@ -82,7 +85,8 @@ class MTP(DraftModule, HiddenDraft):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fused = self.fc(torch.cat((self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)), dim=-1))
         cos, sin = self.rotary(positions, rope_lens)
-        x, residual = self.layers[0](None, fused, cos, sin, attend)
+        context = LayerContext(cos=cos, sin=sin, attend=attend)
+        x, residual = self.layers[0](None, fused, context)
         state, _ = self.norm.add(x, residual)
         return state, state
 

@@ -1,0 +1,3 @@
+"""Numbers that only some families have."""
+
+from __future__ import annotations
