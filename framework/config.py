@@ -20,7 +20,7 @@ from workerkit.framework.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 HEADLINE = "the config is not valid"
 # Sections that may be a plain string, by their path: `model: smollm2`, `model: {quantization: keep}`
-SHORT = {"model": "source", "model.quantization": "default"}
+SHORT = {"model": "source", "model.quantization": "default", "cache.quantization": "default"}
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
@@ -98,7 +98,7 @@ def expand(document: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
         path = inside + key
         if path in SHORT and isinstance(value, str):
             result[key] = {SHORT[path]: value}
-        elif path in SHORT and isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and any(short.startswith(path + ".") for short in SHORT):
             result[key] = expand(value, path + ".")
     return result
 

@@ -21,14 +21,15 @@ from workerkit.framework.interfaces.extensions import (
     EPLBController,
     EPLBPolicy,
     KVConnector,
-    LoRA,
     ModelState,
     PCPManager,
     PipelineStage,
 )
 from workerkit.framework.interfaces.graph import EncoderGraphManager, GraphManager
+from workerkit.framework.interfaces.image import ImageProcessor
 from workerkit.framework.interfaces.kernels import KernelLibrary, Kernels
 from workerkit.framework.interfaces.kv_cache import BlockTables, KVCacheManager, KVCaches, KVLayout
+from workerkit.framework.interfaces.lora import LoRA
 from workerkit.framework.interfaces.model import LoadedModel, Model, ModelLibrary, ModelLoader
 from workerkit.framework.interfaces.observer import Observer
 from workerkit.framework.interfaces.runner import ModelRunner, RunnerParts, WorkerShape
@@ -63,12 +64,10 @@ KV_CACHE = Role("kv_cache", KVCacheManager, "groups, layout and memory of the pa
 ATTENTION = Role("attention", AttentionBackend, "how queries meet the paged cache", default="auto")
 GRAPH = Role("graph", GraphManager, "captured graphs", default="auto", per_worker=True)
 ENCODER_GRAPH = Role(
-    "encoder_graph", EncoderGraphManager, "captured graphs of an encoder", default="none", version=0, per_worker=True
+    "encoder_graph", EncoderGraphManager, "captured graphs of an encoder", default="token_budget", per_worker=True
 )
 MODEL = Role("model", Model, "produces the target network", default="native")
-MODEL_STATE = Role(
-    "model_state", ModelState, "state beside the paged cache", default="none", version=0, per_worker=True
-)
+MODEL_STATE = Role("model_state", ModelState, "state beside the paged cache", default="auto_detect", per_worker=True)
 MODEL_LIBRARY = Role("model_library", ModelLibrary, "networks by architecture name", default="native")
 LOADER = Role("loader", ModelLoader, "reads checkpoints", default="auto_detect")
 MODEL_STORE = Role("model_store", ModelStore, "named models and where files are", default="local")
@@ -80,8 +79,8 @@ SAMPLER = Role("sampler", Sampler, "logits to tokens", default="torch", per_work
 SAMPLER_STAGE = Role(
     "sampler_stage", SamplerStage, "one step of logits processing", many=True, nested=True, per_worker=True
 )
-LORA = Role("lora", LoRA, "adapters", default="none", version=0, per_worker=True)
-ENCODER = Role("encoder", Encoder, "vision or audio inputs", default="none", version=0, per_worker=True)
+LORA = Role("lora", LoRA, "adapters", default="none", per_worker=True)
+ENCODER = Role("encoder", Encoder, "pictures of a batch", default="vision", per_worker=True)
 GRAMMAR = Role("grammar", Grammar, "applies the bitmasks of structured outputs", default="bitmask", per_worker=True)
 VERIFY_BUDGET = Role("verify_budget", VerifyBudget, "how many drafts are verified", default="none", per_worker=True)
 MEMORY_POOL = Role("memory_pool", MemoryPool, "gives memory back during sleep", default="storage", per_worker=True)
@@ -101,6 +100,7 @@ OBSERVERS = Role("observers", Observer, "parts that watch steps", many=True, per
 SCHEDULER = Role("scheduler", Scheduler, "decides what each step computes", default="continuous")
 TOKENIZER = Role("tokenizer", Tokenizer, "text to ids and back", default="file")
 CHAT_TEMPLATE = Role("chat_template", ChatTemplate, "messages to prompt text", default="jinja")
+IMAGE_PROCESSOR = Role("image_processor", ImageProcessor, "picture files to patches", default="patches")
 STRUCTURED_OUTPUTS = Role("structured_outputs", StructuredOutputs, "compiles schemas and grammars", default="auto")
 ENGINE = Role("engine", Engine, "one worker with a scheduler in front", default="standalone")
 
@@ -146,6 +146,7 @@ ROLES: tuple[Role[Any], ...] = (
     SCHEDULER,
     TOKENIZER,
     CHAT_TEMPLATE,
+    IMAGE_PROCESSOR,
     STRUCTURED_OUTPUTS,
     ENGINE,
 )

@@ -139,6 +139,13 @@ def worker_components(registry: Registry) -> None:
     add(roles.GRAPH, "compiled", f"{_C}.graph.compiled:CompiledGraphs", suits=_native, priority=10)
     add(roles.GRAPH, "cuda", f"{_C}.graph.cuda:CudaGraphManager", suits=_on("cuda"), priority=10)
     add(roles.GRAPH, "none", f"{_C}.graph.none:NoGraph", suits=_anywhere)
+    add(roles.ENCODER, "vision", f"{_C}.encoder.vision:VisionEncoder")
+    add(roles.ENCODER_GRAPH, "token_budget", f"{_C}.graph.encoder:EncoderAclGraphManager")
+    add(roles.IMAGE_PROCESSOR, "patches", f"{_C}.image_processor.patches:PatchImageProcessor")
+    add(roles.LORA, "peft", f"{_C}.lora.peft:PeftLoRA")
+    add(roles.MODEL_STATE, "auto_detect", f"{_C}.model_state.auto:AutoModelState")
+    add(roles.MODEL_STATE, "ascend", f"{_C}.model_state.ascend:AscendModelState")
+    add(roles.MODEL_STATE, "ascend_mamba_hybrid", f"{_C}.model_state.mamba_hybrid:AscendMambaHybridModelState")
     none: tuple[tuple[Role[Any], str], ...] = (
         (roles.ENCODER_GRAPH, "graph.none:NoEncoderGraph"),
         (roles.MODEL_STATE, "model_state.none:NoModelState"),

@@ -33,7 +33,7 @@ class ReferenceKernels(KernelLibrary):
 
     @property
     def batch_invariant(self) -> frozenset[str]:
-        return frozenset({"experts"})  # one token at a time
+        return frozenset({"experts", "linear_heads", "gated_delta_rule"})  # one token at a time
 
 
 class CpuKernels(KernelLibrary):
@@ -46,6 +46,10 @@ class CpuKernels(KernelLibrary):
     @property
     def ops(self) -> Mapping[str, Callable[..., Any]]:
         return cpu.OPS
+
+    @property
+    def batch_invariant(self) -> frozenset[str]:
+        return frozenset({"experts"})  # products are the matrices', sums are in the order of each token's router
 
 
 class NativeKernels(KernelLibrary):

@@ -3,6 +3,7 @@ and the others one by one, planned once a step."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import attrs
 import numpy as np
 import torch
 
+from workerkit.components.attention.cache import read_kv, write_kv
 from workerkit.components.attention.heads import check_heads
 from workerkit.components.attention.paged import attend_paged
 from workerkit.framework.interfaces.attention import AttentionBackend
@@ -17,6 +19,10 @@ from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.kv_cache import AttentionLayer, BatchTables, KVCaches
 from workerkit.framework.interfaces.model import Attend
+from workerkit.framework.interfaces.sections import CacheSection
+
+_log = logging.getLogger(__name__)
+_NO_CHOICES = CacheSection()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -45,20 +51,29 @@ class _GroupPlan:
 
 
 class CpuAttention(AttentionBackend):
-    """`paged_attention` if its library comes before that of `decode_attention` and serves all layers; then graphs may
-    hold it.
+    """`paged_attention` if its library comes before that of `decode_attention` and serves all layers, none of them
+    quantised; then graphs may hold it.
 
     Otherwise `decode_attention` and `prefill_attention` over a plan for each KV-cache group, which reads
     `batch.seq_lens` on the host: on a CPU that is the exact length, and waits for nothing.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
+    reads_quantized = True
+
+    def __init__(self, kernels: Kernels, cache: CacheSection = _NO_CHOICES) -> None:
         self._kernels = kernels
+        self._quantization = cache.quantization
         self._may_be_paged = kernels.rank("paged_attention") < kernels.rank("decode_attention")
         self._is_paged = False  # until layers are known, of target and draft
 
     def prepare(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
         check_heads(layers)
+        quantized = [layer.name for layer in layers if self._quantization.of(layer) != "none"]
+        if quantized and self._may_be_paged:
+            _log.info(
+                "attention is planned on the host, for %d layers are quantised: no graph holds it", len(quantized)
+            )
+            self._may_be_paged = False
         self._may_be_paged = self._is_paged = self._may_be_paged and _serves(self._kernels, layers, dtype)
         self.graph_support = "always" if self._is_paged else "never"
 
@@ -81,26 +96,27 @@ class CpuAttention(AttentionBackend):
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             plan = plan_of_layer[layer.index]
-            key_cache, value_cache = caches.keys[layer.index], caches.values[layer.index]
             if padded:
                 key, value = key[:num_tokens], value[:num_tokens]
-            kernels.reshape_and_cache(key, value, key_cache, value_cache, plan.slots)
+            write_kv(kernels, layer, key, value, caches, plan.slots)
             decodes = plan.decodes
             if decodes is not None:
+                key_cache, value_cache, table = read_kv(kernels, layer, caches, decodes.block_table, query.dtype)
                 decoded = kernels.decode_attention(
-                    query[decodes.tokens], key_cache, value_cache, decodes.block_table, decodes.mask, layer.scale, sinks
+                    query[decodes.tokens], key_cache, value_cache, table, decodes.mask, layer.scale, sinks
                 )
                 if decoded.shape[0] == query.shape[0]:
                     return decoded
-            output = torch.zeros_like(query) if padded else torch.empty_like(query)
+            output = query.new_zeros(*query.shape[:2], layer.value_dim)
             if decodes is not None:
                 output[decodes.tokens] = decoded
             for row in plan.prefills:
+                key_cache, value_cache, block_ids = read_kv(kernels, layer, caches, row.block_ids, query.dtype)
                 output[row.tokens] = kernels.prefill_attention(
                     query[row.tokens],
                     key_cache,
                     value_cache,
-                    row.block_ids,
+                    block_ids,
                     row.seq_len,
                     layer.scale,
                     layer.sliding_window,
@@ -114,10 +130,13 @@ class CpuAttention(AttentionBackend):
 def _serves(kernels: Kernels, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> bool:
     """Whether `paged_attention` works for heads like these: it says so when it is given a token of them."""
     one, starts = torch.ones(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
-    for heads, kv_heads, dim in {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}:
-        query, cache = torch.zeros(1, heads, dim, dtype=dtype), torch.zeros(2, 1, kv_heads, dim, dtype=dtype)
+    for heads, kv_heads, dim, value_dim, has_sinks in {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.has_sinks) for layer in layers
+    }:
+        query, keys = torch.zeros(1, heads, dim, dtype=dtype), torch.zeros(2, 1, kv_heads, dim, dtype=dtype)
+        values, sinks = keys[..., :value_dim], torch.zeros(heads, dtype=dtype) if has_sinks else None
         try:
-            kernels.paged_attention(query, cache, cache, one[:, None], starts, one, 1.0, None)
+            kernels.paged_attention(query, keys, values, one[:, None], starts, one, 1.0, None, sinks)
         except NotImplementedError:
             return False
     return True

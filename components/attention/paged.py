@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from workerkit.components.attention.cache import read_kv, write_kv
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.kv_cache import AttentionLayer, BatchTables, KVCaches
@@ -11,7 +12,7 @@ from workerkit.framework.interfaces.model import Attend
 
 
 def attend_paged(kernels: Kernels, batch: InputBatch, tables: BatchTables, caches: KVCaches) -> Attend:
-    """`reshape_and_cache`, then `paged_attention` over all rows; they read tensors of batch and tables only."""
+    """Keys and values are written, then `paged_attention` over all rows; they read tensors of batch and tables only."""
 
     def attend(
         layer: AttentionLayer,
@@ -21,13 +22,13 @@ def attend_paged(kernels: Kernels, batch: InputBatch, tables: BatchTables, cache
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         group = caches.group_of_layer[layer.index]
-        key_cache, value_cache = caches.keys[layer.index], caches.values[layer.index]
-        kernels.reshape_and_cache(key, value, key_cache, value_cache, tables.slot_mappings[group])
+        write_kv(kernels, layer, key, value, caches, tables.slot_mappings[group])
+        key_cache, value_cache, table = read_kv(kernels, layer, caches, tables.block_tables[group], query.dtype)
         return kernels.paged_attention(
             query,
             key_cache,
             value_cache,
-            tables.block_tables[group],
+            table,
             batch.query_start_loc,
             batch.seq_lens,
             layer.scale,

@@ -17,7 +17,9 @@ from workerkit.framework.interfaces.model import Attend
 
 
 class ReferenceAttention(AttentionBackend):
-    """`reshape_and_cache`, then `paged_attention` over all rows."""
+    """Keys and values are written, then `paged_attention` over all rows."""
+
+    reads_quantized = True
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

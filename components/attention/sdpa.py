@@ -8,13 +8,15 @@ from typing import Any
 
 import attrs
 import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from workerkit.components.attention.cache import read_kv, write_kv
 from workerkit.components.attention.heads import check_heads
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.graph import BatchDescriptor, GraphTasks
 from workerkit.framework.interfaces.kernels import Kernels
-from workerkit.framework.interfaces.kv_cache import AttentionLayer, BatchTables, KVCaches
+from workerkit.framework.interfaces.kv_cache import NULL_BLOCK_ID, AttentionLayer, BatchTables, KVCaches
 from workerkit.framework.interfaces.model import Attend
 
 
@@ -36,6 +38,7 @@ class SdpaAttention(AttentionBackend):
     """
 
     graph_support = "uniform"
+    reads_quantized = True
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -77,10 +80,10 @@ class SdpaAttention(AttentionBackend):
             self._write(layer, key, value, tables, caches)
             plan = plans[caches.group_of_layer[layer.index]]
             if len(plan) == 1 and batch.num_tokens == len(query):
-                return _attend(layer, query, plan[0], caches)
-            output = torch.zeros_like(query)  # padding has to be finite
+                return self._attend(layer, query, plan[0], caches, sinks)
+            output = query.new_zeros(*query.shape[:2], layer.value_dim)  # padding has to be finite
             for rows in plan:
-                output[rows.tokens] = _attend(layer, query[rows.tokens], rows, caches)
+                output[rows.tokens] = self._attend(layer, query[rows.tokens], rows, caches, sinks)
             return output
 
         return attend
@@ -118,7 +121,7 @@ class SdpaAttention(AttentionBackend):
                     caches.layout.kernel_block_size,
                     group.spec.sliding_window,
                 )
-            return _attend(layer, query, plans[number], caches)
+            return self._attend(layer, query, plans[number], caches, sinks)
 
         return attend
 
@@ -126,7 +129,13 @@ class SdpaAttention(AttentionBackend):
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, tables: BatchTables, caches: KVCaches
     ) -> None:
         slots = tables.slot_mappings[caches.group_of_layer[layer.index]]
-        self._kernels.reshape_and_cache(key, value, caches.keys[layer.index], caches.values[layer.index], slots)
+        write_kv(self._kernels, layer, key, value, caches, slots)
+
+    def _attend(
+        self, layer: AttentionLayer, query: torch.Tensor, rows: _Rows, caches: KVCaches, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        key_cache, value_cache, table = read_kv(self._kernels, layer, caches, rows.block_table, query.dtype)
+        return _attend(layer, query, attrs.evolve(rows, block_table=table), key_cache, value_cache, sinks)
 
 
 def _rows(
@@ -145,17 +154,33 @@ def _rows(
     seen = keys <= queries.clamp(min=0)[:, :, None]
     if sliding_window is not None:
         seen &= keys > (queries - sliding_window)[:, :, None]
+        # A block that no query of its row sees may belong to someone else by now, and NaN times 0 is NaN.
+        ends = torch.arange(block_size, len(keys) + 1, block_size, device=device)
+        block_table = block_table.masked_fill(ends <= queries[:, :1] - sliding_window + 1, NULL_BLOCK_ID)
     return _Rows(tokens=tokens, query_len=query_len, block_table=block_table.long(), seen=seen)
 
 
-def _attend(layer: AttentionLayer, query: torch.Tensor, rows: _Rows, caches: KVCaches) -> torch.Tensor:
-    """query [R * Q, Nq, D] -> the same. Query heads of one key head become queries of it: G times as many."""
+def _attend(
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    rows: _Rows,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [R * Q, Nq, D] -> [R * Q, Nq, Dv]. Query heads of one key head become queries of it: G times as many."""
     table, length = rows.block_table, rows.query_len
-    num_rows, num_kv_heads, head_dim = len(table), layer.num_kv_heads, layer.head_dim
+    num_rows, num_kv_heads = len(table), layer.num_kv_heads
     group = layer.num_heads // num_kv_heads
-    keys, values = (cache[layer.index][table].flatten(1, 2).transpose(1, 2) for cache in (caches.keys, caches.values))
-    queries = query.view(num_rows, length, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    seen = rows.seen[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)  # [R, 1, G * Q, S]
-    output = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=layer.scale)
-    output = output.reshape(num_rows, num_kv_heads, group, length, head_dim).permute(0, 3, 1, 2, 4)
-    return output.reshape(num_rows * length, layer.num_heads, head_dim)
+    keys, values = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (key_cache, value_cache))
+    seen = rows.seen
+    if sinks is not None:
+        # One more key, which all see, of value 0: an element that is 1 there and 0 in others makes its score the sink.
+        query = torch.cat((query, (sinks / layer.scale).to(query.dtype).expand(len(query), -1)[..., None]), dim=-1)
+        keys, values, seen = pad(keys, (0, 1, 0, 1)), pad(values, (0, 0, 0, 1)), pad(seen, (0, 1), value=True)
+        keys[..., -1, -1] = 1
+    queries = query.view(num_rows, length, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    seen = seen[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)  # [R, 1, G * Q, S]
+    output = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=layer.scale)
+    output = output.reshape(num_rows, num_kv_heads, group, length, -1).permute(0, 3, 1, 2, 4)
+    return output.reshape(num_rows * length, layer.num_heads, -1)

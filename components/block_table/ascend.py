@@ -9,7 +9,6 @@ import torch
 
 from workerkit.components.block_table.group import InputTables, check_blocks, check_covered, groups_of
 from workerkit.components.buffers.upload import operand, upload
-from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.kv_cache import (
@@ -116,10 +115,6 @@ class AscendBlockTables(SlotBlockTables):
 
     def check_integrity(self, live: Sequence[int]) -> None:
         """Reads the device; to be called when the stream is idle."""
-        for group, table in enumerate(self._tables):
-            held = np.arange(table.shape[1]) < self._applied[group][:, None]
-            if not np.array_equal(table.cpu().numpy() != NULL_BLOCK_ID, held):
-                raise IntegrityError(f"group {group}: a slot's blocks are not as many as it counts")
-            leaked = set(np.flatnonzero(self._counts[group]).tolist()) - set(live)
-            if leaked:
-                raise IntegrityError(f"group {group}: slots {sorted(leaked)} hold blocks of no request")
+        for group, table, applied in zip(self._groups, self._tables, self._applied, strict=True):
+            group.check_filled(table.cpu().numpy(), applied)
+            group.check_live(self._counts[group.group], live)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from workerkit.components.buffers.upload import operand
-from workerkit.framework.errors import CacheError
+from workerkit.framework.errors import CacheError, IntegrityError
 from workerkit.framework.interfaces.batch import BatchPlan, InputBatch
 from workerkit.framework.interfaces.kv_cache import NULL_BLOCK_ID, PAD_SLOT_ID, BatchTables, KVLayout
 from workerkit.framework.interfaces.runner import WorkerShape
@@ -18,13 +18,15 @@ from workerkit.framework.interfaces.runner import WorkerShape
 
 @attrs.frozen(kw_only=True)
 class GroupRows:
-    """The rows of one group's table; a manager block x is kernel blocks x * ratio … x * ratio + ratio - 1."""
+    """The rows of one group's table; a manager block x is kernel blocks x * stride … x * stride + ratio - 1."""
 
     group: int
     block_size: int  # B
     ratio: int  # B / b
+    stride: int  # ratio, or more: see KVCacheGroup
     max_blocks: int  # manager blocks that max_model_len tokens take
     num_blocks: int  # of the pool
+    has_window: bool  # blocks behind it are not kept: the null block stands for them
 
     @property
     def width(self) -> int:
@@ -32,11 +34,12 @@ class GroupRows:
         return self.max_blocks * self.ratio
 
     def expand(self, block_ids: Sequence[int]) -> np.ndarray:
-        """Manager block ids -> kernel block ids, int32."""
+        """Manager block ids -> kernel block ids, int32. The null block stays what it is, all over."""
         ids = np.asarray(block_ids, np.int32)
-        if self.ratio == 1:
+        if self.stride == 1:
             return ids
-        return (ids[:, None] * self.ratio + np.arange(self.ratio, dtype=np.int32)).reshape(-1)
+        parts = ids[:, None] * self.stride + np.arange(self.ratio, dtype=np.int32)
+        return (parts * (ids != NULL_BLOCK_ID)[:, None]).reshape(-1)
 
     def check(self, index: int, held: int, block_ids: Sequence[int]) -> None:
         """Raises CacheError when the row, which holds `held` kernel blocks, cannot take the manager blocks."""
@@ -46,11 +49,23 @@ class GroupRows:
                 f"block table row {index} of group {self.group} holds {have} blocks and cannot take {len(block_ids)} "
                 f"more: its capacity is {self.max_blocks} blocks of {self.block_size} tokens"
             )
-        wrong = [block_id for block_id in block_ids if not 0 < block_id < self.num_blocks]
+        least = NULL_BLOCK_ID if self.has_window else NULL_BLOCK_ID + 1
+        wrong = [block_id for block_id in block_ids if not least <= block_id < self.num_blocks]
         if wrong:
             raise CacheError(
-                f"block ids {wrong} for row {index} of group {self.group}: right is 1 to {self.num_blocks - 1}"
+                f"block ids {wrong} for row {index} of group {self.group}: right is {least} to {self.num_blocks - 1}"
             )
+
+    def check_filled(self, table: np.ndarray, counts: np.ndarray) -> None:
+        """Raises IntegrityError when rows [rows, width] do not hold as many kernel blocks as `counts` [rows] says."""
+        filled, counted = table != NULL_BLOCK_ID, np.arange(self.width) < counts[:, None]
+        if not np.array_equal(filled & counted if self.has_window else counted, filled):
+            raise IntegrityError(f"group {self.group}: a row's blocks are not as many as it counts")
+
+    def check_live(self, counts: np.ndarray, live: Collection[int]) -> None:
+        """Raises IntegrityError when a row outside `live` has blocks."""
+        if leaked := set(np.flatnonzero(counts).tolist()) - set(live):
+            raise IntegrityError(f"group {self.group}: rows {sorted(leaked)} hold blocks of no request")
 
 
 def groups_of(shape: WorkerShape, layout: KVLayout) -> tuple[GroupRows, ...]:
@@ -60,10 +75,12 @@ def groups_of(shape: WorkerShape, layout: KVLayout) -> tuple[GroupRows, ...]:
             group=group,
             block_size=size,
             ratio=size // layout.kernel_block_size,
+            stride=stride,
             max_blocks=-(-shape.max_model_len // size),
             num_blocks=layout.num_blocks,
+            has_window=layout.groups[group].spec.sliding_window is not None,
         )
-        for group, size in enumerate(layout.block_sizes)
+        for group, (size, stride) in enumerate(zip(layout.block_sizes, layout.strides, strict=True))
     )
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from workerkit.components.block_table.group import GroupRows, InputTables, check_blocks, check_covered, groups_of
-from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.kv_cache import NULL_BLOCK_ID, BatchTables, KVLayout, RowBlockTables
@@ -101,9 +100,5 @@ class MultiGroupBlockTable(RowBlockTables):
 
     def check_integrity(self, live: Sequence[int]) -> None:
         for table in self.tables:
-            held = np.arange(table.rows.width) < table.num_blocks_per_row[:, None]
-            if not np.array_equal(table.np != NULL_BLOCK_ID, held):
-                raise IntegrityError(f"group {table.rows.group}: a row's blocks are not as many as it counts")
-            leaked = set(np.flatnonzero(table.num_blocks_per_row).tolist()) - set(live)
-            if leaked:
-                raise IntegrityError(f"group {table.rows.group}: rows {sorted(leaked)} hold blocks of no request")
+            table.rows.check_filled(table.np, table.num_blocks_per_row)
+            table.rows.check_live(table.num_blocks_per_row, live)

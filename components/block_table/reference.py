@@ -53,8 +53,10 @@ class ReferenceBlockTables(SlotBlockTables):
         self._changed.add(index)
         for group, ids in zip(self._groups, block_ids, strict=True):
             for block_id in ids:
-                first = block_id * group.ratio
-                self._entries[group.group][index] += range(first, first + group.ratio)
+                first = block_id * group.stride
+                is_null = block_id == NULL_BLOCK_ID
+                parts = [NULL_BLOCK_ID] * group.ratio if is_null else range(first, first + group.ratio)
+                self._entries[group.group][index] += parts
 
     def clear(self, index: int) -> None:
         self._changed.add(index)

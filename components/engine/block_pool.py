@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from workerkit.framework.errors import CacheError, IntegrityError
 from workerkit.framework.interfaces.kv_cache import NULL_BLOCK_ID
 
-BlockKey = tuple[int, bytes]  # KV-cache group, and the digest of everything up to the block's end
+BlockKey = tuple[int, bytes]  # KV-cache group (< 0: a copy of a recurrent state), and the digest of all before its end
 
 
 class BlockPool:

@@ -9,7 +9,7 @@ import attrs
 
 from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.engine import CacheIdentity, FinishReason
-from workerkit.framework.interfaces.request import CachedRequest, ImageInput, NewRequest
+from workerkit.framework.interfaces.request import CachedRequest, ImageInput, NewRequest, StateSave
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class ScheduledRequest:
     sampling: SamplingParams
     stop_ids: frozenset[int]
     cache_identity: CacheIdentity
-    block_ids: list[list[int]]  # for each group; empty while it waits
+    block_ids: list[list[int]]  # for each group, the null block where a window has left; empty while it waits
     images: tuple[ImageInput, ...] = ()
     lora: str | None = None
     capacity: int = 0  # tokens that they hold
@@ -36,6 +36,7 @@ class ScheduledRequest:
     num_cached: int | None = None  # prompt tokens found in the cache when it was admitted for the first time
     prefill_len: int = 0  # tokens that were known when it was admitted
     num_computed: int = 0  # tokens scheduled so far, or found in the cache
+    num_confirmed: int = 0  # of a running one: of these, found or in a step whose answer is here
     num_published: int = 0  # tokens whose full blocks were published; max_len when that must not go on
     num_pending: int = 0  # tokens that the steps in flight may add, at most
     num_in_flight: int = 0  # steps in flight that hold it
@@ -46,6 +47,11 @@ class ScheduledRequest:
     def num_tokens(self) -> int:
         """Known tokens and placeholders."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def may_publish(self) -> bool:
+        """Whether what is computed for it is for others."""
+        return self.num_published < self.max_len
 
     @property
     def num_settled(self) -> int:
@@ -81,6 +87,7 @@ class Row:
     max_sampled: int  # 0 for a partial prefill
     max_drafts: int = 0  # that it may verify, where the step has room for them
     num_drafts: int = 0
+    save: StateSave | None = None  # copy of the state that the step makes; its blocks are held until the answer is here
 
     @property
     def num_real_drafts(self) -> int:

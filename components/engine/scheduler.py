@@ -17,7 +17,7 @@ from workerkit.components.engine.admission import check_cache, check_lengths, ch
 from workerkit.components.engine.plan import Counts, Plan, Row, ScheduledRequest, check_answer
 from workerkit.components.engine.request_blocks import RequestBlocks
 from workerkit.framework.errors import IntegrityError, RequestError, StageError
-from workerkit.framework.interfaces.engine import EngineRequest, Progress, Scheduler
+from workerkit.framework.interfaces.engine import EngineRequest, FinishReason, Progress, Scheduler
 from workerkit.framework.interfaces.kv_cache import KVLayout
 from workerkit.framework.interfaces.request import CachedRequest, ModelRunnerOutput, NewRequest, SchedulerOutput
 from workerkit.framework.interfaces.runner import WorkerShape
@@ -77,6 +77,7 @@ class ContinuousScheduler(Scheduler):
         self._shape = shape
         self._num_groups = len(layout.groups)
         self._blocks = RequestBlocks(layout, shape, config.prefix_caching)
+        self._states = self._blocks.states
         self._requests: dict[str, ScheduledRequest] = {}
         self._waiting: list[ScheduledRequest] = []  # in order
         self._running: list[ScheduledRequest] = []  # in order; the worker knows exactly these and `_finished_ids`
@@ -175,6 +176,8 @@ class ContinuousScheduler(Scheduler):
         if not plan.preempted:
             self._plan_waiting(plan)
         plan.hand_out_drafts()
+        saves = self._states.save(plan.rows) if self._states is not None else ()
+        to_zero = self._blocks.end_step()
         output = SchedulerOutput(
             new_requests=tuple(plan.new),
             cached_requests=tuple(plan.cached),
@@ -182,9 +185,10 @@ class ContinuousScheduler(Scheduler):
             scheduled_drafts={row.request.req_id: row.num_drafts for row in plan.rows if row.num_drafts},
             finished_req_ids=frozenset(self._finished_ids),
             preempted_req_ids=frozenset(plan.preempted),
+            blocks_to_zero=to_zero,
             block_copies=tuple(plan.copies),
+            state_saves=saves,
         )
-        self._blocks.end_step()
         self._finished_ids.clear()
         if plan.rows:
             self._in_flight.append((output, plan.rows))
@@ -220,12 +224,12 @@ class ContinuousScheduler(Scheduler):
             if hit is None:
                 return
             request.prefill_len = len(request.token_ids)
-            request.num_computed = request.num_published = hit.num_tokens
+            request.num_computed = request.num_confirmed = request.num_published = hit.num_tokens
             row = self._row(request, plan.budget)
             if row is None:
                 request.num_computed = 0
                 return
-            plan.copies.extend(self._blocks.admit(request, hit))
+            plan.copies.extend(self._blocks.admit(request, hit, hit.num_tokens + row.num_tokens))
             new = NewRequest(
                 req_id=request.req_id,
                 token_ids=tuple(request.token_ids),
@@ -234,6 +238,7 @@ class ContinuousScheduler(Scheduler):
                 stop_ids=request.stop_ids,
                 block_ids=tuple(tuple(have) for have in request.block_ids),
                 num_computed_tokens=hit.num_tokens,
+                state_block_ids=hit.state,
                 images=request.images,
                 lora=request.lora,
             )
@@ -265,7 +270,7 @@ class ContinuousScheduler(Scheduler):
         """Preempt from the end until `needed` blocks are free; False when the request cannot run in this step."""
         while self._blocks.num_free < needed:
             victim = self._running[-1]
-            if self._leaving or victim.num_in_flight:
+            if self._leaving or victim.num_in_flight or self._blocks.has_copies_in_flight:
                 return False  # blocks come free when the step in flight is collected; who waits needs more than these
             insort(self._waiting, self._running.pop(), key=_ORDER)
             self._blocks.free(victim)
@@ -278,6 +283,8 @@ class ContinuousScheduler(Scheduler):
 
     def _commit(self, row: Row, plan: Plan) -> None:
         request = row.request
+        if self._states is not None and self._config.chunked_prefill:
+            self._states.cut(row)
         request.num_computed += row.num_tokens
         request.num_pending += row.max_sampled
         request.num_in_flight += 1
@@ -303,25 +310,31 @@ class ContinuousScheduler(Scheduler):
             request.num_in_flight -= 1
             self._counts.add_answer(row, tokens)
             request.num_drafts = num_drafts.get(request.req_id, 0)
+            num_rejected = row.max_sampled - len(tokens)
             if request.finished:
+                self._blocks.confirm(row, num_rejected)
                 if not request.num_in_flight:
                     self._leaving.remove(request)
                     self._blocks.free(request)
                 continue
             request.num_pending -= row.max_sampled
-            request.num_computed -= row.max_sampled - len(tokens)  # drafts that were rejected
+            request.num_computed -= num_rejected
+            reason: FinishReason | None = None
             if tokens:
                 kept, reason = request.accept(tokens, self._shape.vocab_size)
                 results[request.req_id] = Progress(
                     token_ids=kept, finish_reason=reason, num_cached_tokens=request.num_cached or 0
                 )
-                if reason is not None:
-                    self._finish(request)
+            if self._blocks.needs_answers:
+                self._blocks.confirm(row, num_rejected)
+            if reason is not None:
+                self._finish(request)
         return results
 
     def check_integrity(self) -> None:
         holders = [*self._running, *self._leaving]
-        self._blocks.check_integrity(holders)
+        saving = [block for _, rows in self._in_flight for row in rows if row.save for block in row.save.block_ids]
+        self._blocks.check_integrity(holders, saving)
         live = [*self._running, *self._waiting]
         in_flight = [row.request for _, rows in self._in_flight for row in rows]
         faults = {

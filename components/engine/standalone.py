@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import attrs
 
-from workerkit.components.engine.admission import check_token_ids
 from workerkit.components.engine.interrupts import interrupts_deferred
 from workerkit.components.engine.live import GrowingCompletion, LiveCompletion
 from workerkit.components.engine.logprobs import PromptPieces
+from workerkit.components.engine.prompt import EncodedPrompt, PromptEncoder, without_pictures
 from workerkit.components.engine.resolve import of_completion, resolve
 from workerkit.components.engine.steps import Steps, in_words
 from workerkit.components.engine.stop import StopStrings
@@ -29,9 +29,11 @@ from workerkit.framework.interfaces.engine import (
     EngineStats,
     FinishReason,
     Prompt,
+    PromptInputs,
     RequestDelta,
     Scheduler,
 )
+from workerkit.framework.interfaces.image import ImageProcessor
 from workerkit.framework.interfaces.kv_cache import KVLayout
 from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling_params import SamplingParams, StructuredOutputsParams
@@ -77,11 +79,13 @@ class StandaloneEngine(Engine):
         tokenizer: Later[Tokenizer],
         chat_template: Later[ChatTemplate],
         structured: Later[StructuredOutputs],
+        images: Later[ImageProcessor],
     ) -> None:
         self._worker = worker
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._prompts = PromptEncoder(worker, tokenizer, images)
         self._structured = structured  # built for the first request that asks for it
         self._random = random.Random(secrets.randbits(128) if config.seed is None else config.seed)
         self._steps = Steps(worker, scheduler)
@@ -118,19 +122,15 @@ class StandaloneEngine(Engine):
         cache_identity: CacheIdentity | None = None,
     ) -> str:
         req_id = self._new_id() if req_id is None else req_id
-        self._add(self._encode(prompt), params, req_id, self._outbox, priority, cache_identity)
+        self._add(self._prompts.encode(prompt), params, req_id, self._outbox, priority, cache_identity)
         return req_id
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return check_token_ids(token_ids, self.shape.vocab_size)
 
     def _new_id(self) -> str:
         return next(name for number in self._ids if (name := f"request-{number}") not in self._live)
 
     def _add(
         self,
-        token_ids: list[int],
+        prompt: EncodedPrompt,
         params: SamplingParams | None,
         req_id: str,
         sink: deque[RequestDelta],
@@ -139,6 +139,7 @@ class StandaloneEngine(Engine):
     ) -> None:
         """Queue all completions of a request, or none."""
         self._check_alive()
+        token_ids = prompt.token_ids
         if req_id in self._live:
             raise RequestError(f"request id {req_id!r} is in use")
         params = resolve(params or SamplingParams(), self.tokenizer, self._random)
@@ -153,7 +154,9 @@ class StandaloneEngine(Engine):
                 params=of_completion(params, index),
                 stop_ids=frozenset((*params.stop_token_ids, *eos_ids)),
                 priority=priority,
-                cache_identity=cache_identity or CacheIdentity(),
+                cache_identity=prompt.identity(cache_identity),
+                images=prompt.images,
+                lora=prompt.lora,
             )
             for index, name in enumerate(names)
         ]
@@ -247,7 +250,9 @@ class StandaloneEngine(Engine):
         on_progress: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         self._check_alive()
-        if isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)):
+        if isinstance(prompts, str | PromptInputs) or (
+            len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
+        ):
             prompts = [cast("Prompt", prompts)]
         many = cast("Sequence[Prompt]", prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -271,11 +276,11 @@ class StandaloneEngine(Engine):
                 req_id = self._new_id()
                 waiting[req_id, 0] = first = GrowingCompletion(req_id=req_id, position=position)
                 try:
-                    token_ids = self._encode(prompt)
-                    first.prompt_token_ids = tuple(token_ids)
+                    encoded = self._prompts.encode(prompt)
+                    first.prompt_token_ids = tuple(encoded.token_ids)
                     for index in range(1, its_params.n):
                         waiting[req_id, index] = attrs.evolve(first, index=index, token_ids=[])
-                    self._add(token_ids, its_params, req_id, sink)
+                    self._add(encoded, its_params, req_id, sink)
                 except RequestError as error:
                     for index in range(1, its_params.n):
                         waiting.pop((req_id, index), None)
@@ -299,7 +304,7 @@ class StandaloneEngine(Engine):
         req_id = self._new_id()
         unfinished = 1 if params is None else params.n
         try:
-            self._add(self._encode(prompt), params, req_id, sink)
+            self._add(self._prompts.encode(prompt), params, req_id, sink)
             while unfinished:
                 while not sink:
                     self._advance()
@@ -310,13 +315,15 @@ class StandaloneEngine(Engine):
             self._drop([req_id])
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, lora: str | None = None
     ) -> Iterator[RequestDelta]:
         """The template is rendered at once. If it writes the beginning-of-text token, the tokenizer adds no second."""
-        text = self._chat_template().render(messages)
+        plain, pictures = without_pictures(messages)
+        text = self._chat_template().render(plain)
         bos = self.tokenizer.bos_token
         template_has_bos = bos != "" and text.startswith(bos)
-        return self.stream(self.tokenizer.encode(text, add_special_tokens=not template_has_bos), params)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=not template_has_bos)
+        return self.stream(PromptInputs(prompt=token_ids, images=pictures, lora=lora), params)
 
     # What it looks like from outside
 

@@ -121,13 +121,7 @@ class CapturedForward:
 
     def serves(self, inputs: ModelInputs) -> bool:
         """Whether they lie where those of the capture lay."""
-        own = self._inputs
-        return (
-            inputs.input_ids.data_ptr() == own.input_ids.data_ptr()
-            and inputs.positions.data_ptr() == own.positions.data_ptr()
-            and inputs.rope_lens.data_ptr() == own.rope_lens.data_ptr()
-            and inputs.taps == own.taps
-        )
+        return addresses(inputs) == addresses(self._inputs) and inputs.taps == self._inputs.taps
 
     def replay(self, inputs: ModelInputs) -> ModelOutput:
         """The forward of a batch that lies where the captured one lay; valid until the next replay of any size."""
@@ -144,3 +138,9 @@ class CapturedForward:
         """Give the graphs' memory back."""
         for graph in self._graphs:
             graph.reset()
+
+
+def addresses(inputs: ModelInputs) -> tuple[int | None, ...]:
+    """Where what differs from step to step lies; of a graph's steps it has to be the same."""
+    tensors = inputs.input_ids, inputs.positions, inputs.rope_lens, inputs.rope_positions
+    return tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])

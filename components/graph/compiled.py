@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from workerkit.components.graph.capture import addresses
 from workerkit.framework.errors import IntegrityError, UnsupportedError
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape, GraphManager
@@ -52,12 +53,14 @@ class CompiledGraphs(GraphManager):
             return output.hidden, dict(output.taps)
 
         try:
+            if inputs.recurrent is not None:
+                raise UnsupportedError("where the recurrent states lie is said by other tensors in each step")
             if self._attention.graph_support != "always":
                 raise UnsupportedError("the attention backend works out part of a step on the host")
             self._program, (self._hidden, self._taps) = self._kernels.record(run, desc.num_tokens, self._max_tokens)
         except UnsupportedError as error:
             _log.warning("steps run eagerly, for the forward cannot be recorded: %s", error)
-        self._addresses = _addresses(inputs)
+        self._addresses = addresses(inputs)
         self._captured_taps = inputs.taps
 
     def run(
@@ -65,7 +68,7 @@ class CompiledGraphs(GraphManager):
     ) -> ModelOutput:
         if self._program is None or desc.mode == "eager":
             return forward(inputs)
-        if _addresses(inputs) != self._addresses or inputs.taps != self._captured_taps:
+        if addresses(inputs) != self._addresses or inputs.taps != self._captured_taps:
             raise IntegrityError("the step's inputs are not where they were when the graph was captured")
         rows = len(inputs.input_ids)
         self._program.run(rows)
@@ -74,7 +77,3 @@ class CompiledGraphs(GraphManager):
     def release(self) -> None:
         self._program = None
         self._hidden, self._taps = torch.empty(0), {}
-
-
-def _addresses(inputs: ModelInputs) -> tuple[int, int, int]:
-    return inputs.input_ids.data_ptr(), inputs.positions.data_ptr(), inputs.rope_lens.data_ptr()

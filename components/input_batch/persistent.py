@@ -12,15 +12,16 @@ from workerkit.framework.errors import IntegrityError
 from workerkit.framework.interfaces.batch import BatchPlan, HostRequest, HostRequestStates, InputBatch, RowInputBatch
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.graph import BatchDescriptor
-from workerkit.framework.interfaces.kv_cache import RowBlockTables
+from workerkit.framework.interfaces.kv_cache import KVLayout, RowBlockTables
 from workerkit.framework.interfaces.runner import WorkerShape
 
 
 class NPUInputBatch(RowInputBatch):
     """Rows 0 to len - 1 are in use, the others are zero. Rows of the block table move with them."""
 
-    def __init__(self, shape: WorkerShape, context: DeviceContext, tables: RowBlockTables) -> None:
+    def __init__(self, shape: WorkerShape, context: DeviceContext, tables: RowBlockTables, layout: KVLayout) -> None:
         self._shape = shape
+        self._layout = layout
         self._tables = tables
         self._buffers = AscendInputBuffers(shape, context.device)
         self.token_ids_cpu = np.zeros((shape.max_num_reqs, shape.max_model_len), np.int32)
@@ -145,11 +146,15 @@ class NPUInputBatch(RowInputBatch):
                 raise IntegrityError(f"row {row} belongs to request {req_id!r}, which is gone")
             if self.token_ids_cpu[row, :known].tolist() != record.token_ids[:known]:
                 raise IntegrityError(f"row {row}: the tokens are not those of request {req_id!r}")
-            for ids, have, kernel_ids in zip(
-                record.block_ids, self._num_blocks[row], self._tables.block_ids(row), strict=True
+            for ids, have, kernel_ids, stride in zip(
+                record.block_ids,
+                self._num_blocks[row],
+                self._tables.block_ids(row),
+                self._layout.strides,
+                strict=True,
             ):
                 ratio = len(kernel_ids) // max(have, 1)
-                if [kernel_id // max(ratio, 1) for kernel_id in kernel_ids[:: max(ratio, 1)]] != ids[:have]:
+                if [kernel_id // stride for kernel_id in kernel_ids[:: max(ratio, 1)]] != ids[:have]:
                     raise IntegrityError(f"row {row}: the blocks are not those of request {req_id!r}")
         if self.num_tokens[len(self._records) :].any() or self.token_ids_cpu[len(self._records) :].any():
             raise IntegrityError(f"a row beyond the last of {len(self._records)} is not empty")

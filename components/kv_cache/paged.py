@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
+import attrs
 import torch
 
+from workerkit.components.kv_cache.groups import Storage, groups_of, layers_by_spec, storages_of
 from workerkit.framework.errors import CacheError, IntegrityError, UnsupportedError
 from workerkit.framework.interfaces.device import DeviceContext
 from workerkit.framework.interfaces.kv_cache import (
@@ -64,6 +68,11 @@ def copy_kv_cache_blocks_inplace(storages: Sequence[torch.Tensor], pairs: Sequen
         storage.index_copy_(0, written, storage.index_select(0, read))
 
 
+def _halves(size: int) -> list[int]:
+    """The size, its half, and so on, as long as they are whole."""
+    return [size, *(_halves(size // 2) if size % 2 == 0 else ())]
+
+
 class PagedKVCache(KVCacheManager):
     """The j-th layers of all groups share storage j: a block id belongs to one group at a time."""
 
@@ -79,51 +88,68 @@ class PagedKVCache(KVCacheManager):
         available_bytes: int,
         state_bytes: int = 0,
     ) -> KVLayout:
-        groups = self._groups(layers)
-        kernel_block_size = self._kernel_block_size(kernel_block_sizes)
-        block_bytes = groups[0].spec.page_bytes * max(len(group.layers) for group in groups)
-        state_blocks = -(-state_bytes // block_bytes)
-        return KVLayout(
-            num_blocks=self._num_blocks(len(groups), block_bytes, available_bytes),
-            groups=groups,
-            kernel_block_size=kernel_block_size,
-            state_blocks=state_blocks,
-            state_interval=self._cache.state_interval or state_blocks * self._cache.block_size,
-        )
-
-    def _groups(self, layers: Sequence[AttentionLayer]) -> tuple[KVCacheGroup, ...]:
-        members: dict[KVCacheSpec, list[int]] = {}
-        for layer in layers:
-            spec = KVCacheSpec(
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                dtype=str(self._context.dtype).removeprefix("torch."),
-                block_size=self._cache.block_size,
-                element_bytes=self._context.dtype.itemsize,
-                sliding_window=layer.sliding_window,
-            )
-            members.setdefault(spec, []).append(layer.index)
-        if not members:
+        if not layers:
             raise CacheError("the model has no attention layer, so there is nothing to cache")
-        if len({spec.page_bytes for spec in members}) > 1:
-            names = {layer.index: layer.name for layer in layers}
-            sizes = ", ".join(f"{names[indices[0]]}: {spec.page_bytes} bytes" for spec, indices in members.items())
-            raise UnsupportedError(f"layers whose blocks differ in size cannot share the KV cache ({sizes})")
-        return tuple(KVCacheGroup(spec=spec, layers=tuple(indices)) for spec, indices in members.items())
-
-    def _kernel_block_size(self, accepted: Sequence[int]) -> int:
-        block_size = self._cache.block_size
-        for size in accepted or (block_size,):
-            if block_size % size == 0:
-                return size
-        raise CacheError(
-            f"cache.block_size {block_size} is a multiple of none of the block sizes that the attention backend "
-            f"accepts: {', '.join(map(str, accepted))}"
+        self._check_quantization(layers)
+        members = layers_by_spec(layers, self._cache, self._context.dtype)
+        groups, kernel_block_size = self._groups(members, kernel_block_sizes)
+        layout = KVLayout(num_blocks=0, groups=groups, kernel_block_size=kernel_block_size)
+        block_bytes = sum(storage.page_bytes for storage in {storage for _, storage, _ in storages_of(layout)})
+        state_blocks = -(-state_bytes // block_bytes)
+        return attrs.evolve(
+            layout,
+            num_blocks=self._num_blocks(groups, block_bytes, available_bytes),
+            block_bytes=block_bytes,
+            state_blocks=state_blocks,
+            state_interval=self._state_interval(state_blocks, max(layout.block_sizes)),
         )
 
-    def _num_blocks(self, num_groups: int, block_bytes: int, available_bytes: int) -> int:
-        per_request = num_groups * -(-self._shape.max_model_len // self._cache.block_size)
-        least, most = per_request + 1, per_request * self._shape.max_num_reqs + 1
+    def _check_quantization(self, layers: Sequence[AttentionLayer]) -> None:
+        quantization = self._cache.quantization
+        known = [layer.index for layer in layers if not layer.is_draft]
+        if unknown := sorted(quantization.numbers.keys() - set(known)):
+            raise CacheError(
+                f"cache.quantization.layers names {', '.join(map(str, unknown))}: the model's attention layers are "
+                f"{known[0]} to {known[-1]}"
+            )
+        for layer in layers:
+            if layer.latent_dim is not None and quantization.of(layer) != "none":
+                raise UnsupportedError(
+                    f"{layer.name}: cache.quantization is {quantization.of(layer)!r}, and latent attention keeps its "
+                    "keys in model.dtype: right would be 'none'"
+                )
+
+    def _state_interval(self, state_blocks: int, largest: int) -> int:
+        """`largest`: block size, of which those of all groups are parts."""
+        wanted = self._cache.state_interval
+        if wanted is None:
+            return -(-state_blocks * self._cache.block_size // largest) * largest
+        if wanted % largest:
+            raise CacheError(f"cache.state_interval {wanted} is no multiple of the largest block size, {largest}")
+        return wanted
+
+    def _groups(
+        self, members: Mapping[KVCacheSpec, Sequence[AttentionLayer]], accepted: Sequence[int]
+    ) -> tuple[tuple[KVCacheGroup, ...], int]:
+        """And the kernel block size: the preferred one, or where blocks differ in size the first that wastes little."""
+        block_size = self._cache.block_size
+        sizes = [size for size in accepted or _halves(block_size) if block_size % size == 0]
+        if not sizes:
+            raise CacheError(
+                f"cache.block_size {block_size} is a multiple of none of the block sizes that the attention backend "
+                f"accepts: {', '.join(map(str, accepted))}"
+            )
+        for size in sizes[:-1]:
+            with contextlib.suppress(UnsupportedError):
+                return groups_of(members, size), size
+        return groups_of(members, sizes[-1]), sizes[-1]
+
+    def _num_blocks(self, groups: Sequence[KVCacheGroup], block_bytes: int, available_bytes: int) -> int:
+        shape = self._shape
+        num_ahead = shape.num_speculative_tokens + 1 if shape.num_speculative_tokens else 0
+        step_tokens = shape.max_num_batched_tokens + num_ahead
+        per_request = sum(group.spec.count_blocks(shape.max_model_len, step_tokens) for group in groups)
+        least, most = per_request + 1, per_request * shape.max_num_reqs + 1
         if self._cache.num_blocks is not None:
             num_blocks, source, remedy = self._cache.num_blocks, "cache.num_blocks", "cache.num_blocks"
         elif self._cache.memory_bytes is not None:
@@ -134,43 +160,42 @@ class PagedKVCache(KVCacheManager):
             source = f"the {available_bytes} bytes that are available"
         if num_blocks < least:
             raise CacheError(
-                f"{source}: that makes {num_blocks} blocks of {self._cache.block_size} tokens and {block_bytes} bytes, "
-                f"but one request of max_model_len = {self._shape.max_model_len} tokens needs {least} "
-                f"({least * block_bytes} bytes), block 0 included; raise {remedy} or lower model.max_model_len"
+                f"{source}: that makes {num_blocks} blocks of {block_bytes} bytes, but one request of "
+                f"max_model_len = {shape.max_model_len} tokens needs {least} ({least * block_bytes} bytes), block 0 "
+                f"included; raise {remedy} or lower model.max_model_len"
             )
         # Nobody could use more than `most`; a number of blocks that was asked for is kept all the same.
         return num_blocks if self._cache.num_blocks is not None else min(num_blocks, most)
 
     def allocate(self, layout: KVLayout, layers: Sequence[AttentionLayer]) -> KVCaches:
-        place = {
-            index: (group, storage)
-            for group, members in enumerate(layout.groups)
-            for storage, index in enumerate(members.layers)
+        group_of = {index: number for number, group in enumerate(layout.groups) for index in group.layers}
+        if sorted(group_of) != list(range(len(layers))) or {layer.index for layer in layers} != group_of.keys():
+            raise IntegrityError(f"the layout places layers {sorted(group_of)}, the model has {len(layers)}")
+        types: dict[Storage, torch.dtype] = {}  # the largest of those that share it: they are aligned then
+        for _, storage, dtype in storages_of(layout):
+            types[storage] = max(types.get(storage, dtype), dtype, key=lambda kind: kind.itemsize)
+        memory = {
+            storage: torch.zeros(
+                layout.num_blocks, storage.page_bytes // dtype.itemsize, dtype=dtype, device=self._context.device
+            )
+            for storage, dtype in sorted(types.items(), key=lambda entry: entry[0])
         }
-        if sorted(place) != list(range(len(layers))) or {layer.index for layer in layers} != place.keys():
-            raise IntegrityError(f"the layout places layers {sorted(place)}, the model has {len(layers)}")
-        spec = layout.groups[0].spec
-        size = (layout.num_blocks, spec.block_size * spec.num_kv_heads * spec.head_dim)
-        num_storages = max(len(group.layers) for group in layout.groups)
-        keys, values = (
-            [
-                torch.zeros(size, dtype=getattr(torch, spec.dtype), device=self._context.device)
-                for _ in range(num_storages)
-            ]
-            for _ in range(2)
-        )
-
-        def view(storage: torch.Tensor, group: int) -> torch.Tensor:
-            member = layout.groups[group].spec
-            return storage.view(-1, layout.kernel_block_size, member.num_kv_heads, member.head_dim)
-
-        places = [place[index] for index in range(len(place))]
+        views: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+        for index, storage, dtype in storages_of(layout):
+            spec = layout.groups[group_of[index]].spec
+            head = () if storage.holds.endswith("scales") else (spec.head_dim,)
+            view = memory[storage].view(dtype).view(-1, layout.kernel_block_size, spec.num_kv_heads, *head)
+            views[storage.holds][index] = view
+            if spec.latent_dim is not None:
+                views["values"][index] = view[..., : spec.latent_dim]
+        keys, values = views["keys"], views["values"]
         return KVCaches(
             layout=layout,
-            keys=tuple(view(keys[storage], group) for group, storage in places),
-            values=tuple(view(values[storage], group) for group, storage in places),
-            group_of_layer=tuple(group for group, _ in places),
-            storages=(*keys, *values),
+            keys=tuple(keys[index] for index in range(len(keys))),
+            values=tuple(values[index] for index in range(len(values))),
+            group_of_layer=tuple(group_of[index] for index in range(len(group_of))),
+            storages=tuple(memory.values()),
+            scales={index: (scales, views["value scales"][index]) for index, scales in views["key scales"].items()},
         )
 
     def zero_blocks(self, caches: KVCaches, block_ids: Sequence[int]) -> None:

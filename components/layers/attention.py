@@ -21,6 +21,8 @@ class Attention(Mixer):
     input_size: width of what it reads, hidden_size if None; what it returns is hidden_size wide in any case.
     """
 
+    query_parts = 1  # numbers that q_proj makes for each of a query
+
     def __init__(
         self,
         config: ModelConfig,
@@ -36,8 +38,8 @@ class Attention(Mixer):
         self.kernels = kernels
         hidden, head_dim = config.hidden_size, config.head_dim
         query_size, key_size = layer.num_heads * head_dim, layer.num_kv_heads * head_dim
-        self.split = [query_size, key_size, key_size]
-        qkv = {"q_proj": query_size, "k_proj": key_size, "v_proj": key_size}
+        self.split = [self.query_parts * query_size, key_size, key_size]
+        qkv = {"q_proj": self.split[0], "k_proj": key_size, "v_proj": key_size}
 
         def norm() -> RMSNorm | None:
             eps, offset = config.rms_norm_eps, config.norm_offset
@@ -49,14 +51,21 @@ class Attention(Mixer):
         self.o_proj = Linear("o_proj", query_size, hidden, config.o_bias, kernels, dtype, device, "attention")
 
     def forward(self, x: torch.Tensor, context: LayerContext) -> torch.Tensor:
-        num_tokens = x.shape[0]
-        query, key, value = (part.view(num_tokens, -1, self.layer.head_dim) for part in self.project(x))
+        query, key, value = self.project(x)
+        result: torch.Tensor = self.o_proj(self.attend(query, key, value, context))
+        return result
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: LayerContext
+    ) -> torch.Tensor:
+        """[T, heads * head_dim], or [T, heads, head_dim], each -> [T, num_heads * head_dim]: norms, rotation and
+        attention."""
+        num_tokens = len(query)
+        query, key, value = (part.view(num_tokens, -1, self.layer.head_dim) for part in (query, key, value))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self.kernels.rotary_embedding(query, key, context.cos, context.sin)
-        attended = context.attend(self.layer, query, key, value).reshape(num_tokens, -1)
-        result: torch.Tensor = self.o_proj(attended)
-        return result
+        return context.attend(self.layer, query, key, value).reshape(num_tokens, -1)
 
     def projections(self) -> Sequence[MergedLinear]:
         """What makes queries, keys and values."""

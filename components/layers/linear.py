@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -42,12 +42,16 @@ class MergedLinear(KernelWeights):
         self.quantization: Quantization = "none"
         self.is_unpacked = False  # some of the pieces were packed, and could not be kept so
         self.matrix: Matrix | None = None
+        self.adapter: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._pieces: dict[str, Weight] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, sum of outputs]."""
         assert self.matrix is not None, "load_weights comes first"
-        return self.matrix(x)
+        output = self.matrix(x)
+        if self.adapter is not None:
+            self.adapter(x, output)
+        return output
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in_features] -> float32 [N, sum of outputs]."""
@@ -60,7 +64,8 @@ class MergedLinear(KernelWeights):
         for name, size in self.outputs.items():
             shapes = {"weight": (size, self.in_features), "bias": (size,)}
             for end, shape in shapes.items() if self.has_bias else [("weight", shapes["weight"])]:
-                places[f"{name}.{end}"] = Destination(shape, partial(self._add, f"{name}.{end}"))
+                fill, linear = partial(self._add, f"{name}.{end}"), self if end == "weight" else None
+                places[f"{name}.{end}"] = Destination(shape, fill, linear=linear, projection=name)
         return places
 
     @property

@@ -8,11 +8,18 @@ from workerkit.components.layers.linear import Linear, MergedLinear
 from workerkit.components.layers.weights import Destination
 from workerkit.framework.interfaces.kernels import GatedActivation, Kernels
 
-ACTIVATIONS = {"silu": "silu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}  # Hugging Face's name -> op
+ACTIVATIONS = {  # Hugging Face's name, or vLLM's where that has none -> op
+    "silu": "silu_and_mul",
+    "gelu_pytorch_tanh": "gelu_tanh_and_mul",
+    "swigluoai": "swigluoai_and_mul",
+}
 
 
 class GatedMLP(torch.nn.Module):
-    """down(act(gate(x)) * up(x)). `act`: Hugging Face's name of it."""
+    """down(act(gate(x)) * up(x)). `act`: a name of ACTIVATIONS.
+
+    room: where its tensors are below a layer in a checkpoint; names: of its gate, up and down projections there.
+    """
 
     def __init__(
         self,
@@ -23,12 +30,15 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         act: str = "silu",
+        room: str = "mlp",
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
+        self.room = room
         self.activate: GatedActivation = getattr(kernels, ACTIVATIONS[act])
-        gate_up = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = MergedLinear(hidden, gate_up, bias, kernels, dtype, device, "mlp")
-        self.down_proj = Linear("down_proj", inner, hidden, bias, kernels, dtype, device, "mlp")
+        gate, up, down = names
+        self.gate_up_proj = MergedLinear(hidden, {gate: inner, up: inner}, bias, kernels, dtype, device, "mlp")
+        self.down_proj = Linear(down, inner, hidden, bias, kernels, dtype, device, "mlp")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
@@ -38,4 +48,4 @@ class GatedMLP(torch.nn.Module):
     def destinations(self) -> dict[str, Destination]:
         """Checkpoint name below the layer -> where the tensor goes."""
         places = self.gate_up_proj.destinations() | self.down_proj.destinations()
-        return {f"mlp.{name}": place for name, place in places.items()}
+        return {f"{self.room}.{name}": place for name, place in places.items()}

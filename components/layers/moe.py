@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import attrs
 import torch
 
 from workerkit.components.layers.linear import Linear
-from workerkit.components.layers.weights import Destination, KernelWeights, Weight, copy
-from workerkit.framework.interfaces.kernels import Experts, Kernels
+from workerkit.components.layers.mlp import GatedMLP
+from workerkit.components.layers.weights import Destination, destination
+from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.model import MoEConfig
 
 
@@ -19,10 +19,27 @@ def softmax_top_k(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[to
     return ids, weights / weights.sum(-1, keepdim=True) if normalize else weights
 
 
-class ExpertWeights(KernelWeights):
-    """Gated MLPs that are kept stacked, in the form that suits the kernels, which is the only copy.
+def sigmoid_top_k(logits: torch.Tensor, bias: torch.Tensor, config: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise for DeepSeek-V3 (2024): `bias` [E] is added to the sigmoids when experts are chosen, and is not in their
+    weights. Experts lie in groups; only those of the groups whose two best are best together can be chosen."""
+    scores = logits.sigmoid()
+    biased = scores + bias
+    groups = biased.view(len(biased), config.num_groups, -1)  # [T, groups, E / groups]
+    worth = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    best = worth.topk(config.top_k_groups, dim=-1).indices
+    closed = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, best, False)
+    open_scores = groups.masked_fill(closed[..., None], float("-inf")).flatten(-2)
+    ids = open_scores.topk(config.num_experts_per_tok, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if config.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * config.scaling
 
-    names: checkpoint names of an expert's gate, up and down projections.
+
+class ExpertWeights(torch.nn.Module):
+    """Gated MLPs, of which each token goes through a few; `model.quantization.mlp` says how their matrices are kept.
+
+    names: checkpoint names of an expert's gate, up and down projections. act: a name of ACTIVATIONS.
     """
 
     def __init__(
@@ -33,82 +50,90 @@ class ExpertWeights(KernelWeights):
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        bias: bool = False,
+        act: str = "silu",
     ) -> None:
         super().__init__()
         self.config = config
         self.hidden = hidden
-        self.names = names
         self.kernels = kernels
         self.dtype, self.device = dtype, device
-        self.experts: Experts | None = None
-        self._gate_up = self._down = torch.empty(0)
-        self._num_filled = 0  # tensors of the checkpoint that are in these
+        inner = config.intermediate_size
+        self.mlps = torch.nn.ModuleList(
+            GatedMLP(hidden, inner, bias, kernels, dtype, device, act, str(number), names)
+            for number in range(config.num_experts)
+        )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], ids [T, k] int64, weights [T, k] float32 -> [T, H]."""
-        assert self.experts is not None, "load_weights comes first"
-        return self.experts(x, ids, weights)
+        return self.kernels.experts(x, ids, weights, list(self.mlps))
 
     def destinations(self) -> dict[str, Destination]:
         """`0.w1.weight` and the like -> where it goes."""
-        inner = self.config.intermediate_size
-        gate, up, down = self.names
-        places = {}
-        for expert in range(self.config.num_experts):
-            for name, shape, rows in (
-                (gate, (inner, self.hidden), slice(0, inner)),
-                (up, (inner, self.hidden), slice(inner, 2 * inner)),
-                (down, (self.hidden, inner), None),
-            ):
-                places[f"{expert}.{name}.weight"] = Destination(shape, self._filler(expert, rows))
+        places: dict[str, Destination] = {}
+        for mlp in self.mlps:
+            assert isinstance(mlp, GatedMLP)
+            # An adapter corrects rows that are a step's tokens in their order, which those of an expert are not.
+            places |= {name: attrs.evolve(place, linear=None) for name, place in mlp.destinations().items()}
         return places
-
-    def _filler(self, expert: int, rows: slice | None) -> Callable[[Weight], None]:
-        number, inner = self.config.num_experts, self.config.intermediate_size
-
-        def fill(weight: Weight) -> None:
-            if not self._num_filled:
-                self._gate_up = torch.empty(number, 2 * inner, self.hidden, dtype=self.dtype, device=self.device)
-                self._down = torch.empty(number, self.hidden, inner, dtype=self.dtype, device=self.device)
-            copy([weight], self._down[expert] if rows is None else self._gate_up[expert, rows])
-            self._num_filled += 1
-            if self._num_filled == 3 * number:
-                self.experts = self.kernels.experts(self._gate_up, self._down)
-                self._forget_pieces()
-
-        return fill
-
-    @property
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        return () if self.experts is None else self.experts.tensors
-
-    def release(self) -> None:
-        self.experts = None
-        self._forget_pieces()
-
-    def _forget_pieces(self) -> None:
-        self._gate_up = self._down = torch.empty(0)
-        self._num_filled = 0
 
 
 class SparseMLP(torch.nn.Module):
-    """A router in front of experts. `room`: where its tensors are below a layer in a checkpoint."""
+    """A router in front of experts. `room`: where its tensors are below a layer in a checkpoint.
 
-    def __init__(self, experts: ExpertWeights, room: str) -> None:
+    shared: what every token goes through, beside its experts. shared_gate: name of the projection to a number whose
+    sigmoid multiplies what comes out of that; None: nothing does. router: name of the router, in the room.
+    """
+
+    def __init__(
+        self,
+        experts: ExpertWeights,
+        room: str,
+        shared: GatedMLP | None = None,
+        shared_gate: str | None = None,
+        *,
+        router: str = "gate",
+        router_bias: bool = False,
+    ) -> None:
         super().__init__()
         self.room = room
         self.experts = experts
-        number, kernels = experts.config.num_experts, experts.kernels
-        self.gate = Linear("gate", experts.hidden, number, False, kernels, experts.dtype, experts.device)
+        self.shared = shared
+        config, kernels, dtype, device = experts.config, experts.kernels, experts.dtype, experts.device
+        self.gate = Linear(router, experts.hidden, config.num_experts, router_bias, kernels, dtype, device)
+        self.shared_gate: Linear | None = None
+        if shared_gate is not None:
+            self.shared_gate = Linear(shared_gate, experts.hidden, 1, False, kernels, dtype, device)
+        self.score_bias: torch.nn.Parameter | None = None
+        if config.routing == "sigmoid":
+            bias = torch.empty(config.num_experts, dtype=torch.float32, device=device)
+            self.score_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
+        routed: torch.Tensor = self.experts(x, *self.route(self.gate.logits(x)))
+        if self.shared is None:
+            return routed
+        shared: torch.Tensor = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
+        return self.experts.kernels.add(routed, shared)
+
+    def route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Router logits float32 [T, E] -> experts [T, k] int64, their weights [T, k] float32."""
         config = self.experts.config
-        ids, weights = softmax_top_k(self.gate.logits(x), config.num_experts_per_tok, config.normalize)
-        result: torch.Tensor = self.experts(x, ids, weights)
-        return result
+        if self.score_bias is not None:
+            return sigmoid_top_k(logits, self.score_bias, config)
+        return softmax_top_k(logits, config.num_experts_per_tok, config.normalize)
 
     def destinations(self) -> dict[str, Destination]:
         """Checkpoint name below the layer -> where the tensor goes."""
         places = {f"{self.room}.{name}": place for name, place in self.gate.destinations().items()}
+        if self.score_bias is not None:
+            places[f"{self.room}.gate.e_score_correction_bias"] = destination(self.score_bias)
+        if self.shared_gate is not None:
+            places |= {f"{self.room}.{name}": place for name, place in self.shared_gate.destinations().items()}
+        if self.shared is not None:
+            places |= self.shared.destinations()
         return places | {f"{self.room}.experts.{name}": place for name, place in self.experts.destinations().items()}

@@ -1,4 +1,4 @@
-"""Root mean square norm as a module."""
+"""Norms as modules."""
 
 from __future__ import annotations
 
@@ -42,3 +42,15 @@ class RMSNorm(torch.nn.Module):
         if x is None:
             return self(residual), residual
         return self.kernels.fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """Norm over the last dimension that takes the mean away, with a bias: towers have it."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size, eps, dtype=dtype, device=device)
+        self.requires_grad_(False)
+
+    def destinations(self, name: str) -> dict[str, Destination]:
+        """`{name}.weight` and `{name}.bias` -> where they go."""
+        return {f"{name}.weight": destination(self.weight), f"{name}.bias": destination(self.bias)}

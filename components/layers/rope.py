@@ -23,6 +23,10 @@ class RotaryEmbedding(torch.nn.Module):
     `dynamic` takes its base from a token's own context length (`rope_lens`), so a result depends neither on the other
     rows nor on chunking, and a short request after a long one uses the plain base again. Keys already in the cache
     keep the rotation that they were written with.
+
+    With `mrope_section` a token may have three positions, of time, height and width. Frequencies take them in turn, as
+    in Qwen3-VL: 0, 3, 6, … time, 1, 4, 7, … height, 2, 5, 8, … width, as many of height and width as the section says,
+    and all others time. Where the three are the same, as in text, one will do.
     """
 
     def __init__(self, rope: RopeConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,14 +39,25 @@ class RotaryEmbedding(torch.nn.Module):
         self.attention_scaling = attention_scaling(rope)
         self.inv_freq: torch.Tensor
         self.register_buffer("inv_freq", torch.empty(rope.rotary_dim // 2, device=device), persistent=False)
+        if rope.mrope_section:
+            self.axes: torch.Tensor
+            axes = torch.empty(rope.rotary_dim // 2, dtype=torch.int64, device=device)
+            self.register_buffer("axes", axes, persistent=False)
         self.reset()
 
     def reset(self) -> None:
         """Compute the frequencies anew, when the memory they lay in was given back and restored."""
         self.inv_freq.copy_(inverse_frequencies(self.rope))
+        if self.rope.mrope_section:
+            self.axes.copy_(mrope_axes(self.rope))
 
     def forward(self, positions: torch.Tensor, rope_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions, rope_lens [T] int64 -> cos, sin [T, rotary_dim / 2] in the model's dtype, scaling included."""
+        """positions [T] or [3, T], rope_lens [T] int64 -> cos, sin [T, rotary_dim / 2] in the model's dtype, scaling
+        included."""
+        if positions.dim() == 2:
+            angles = positions.T.index_select(1, self.axes).float() * self.inv_freq
+            scaling = self.attention_scaling
+            return (angles.cos() * scaling).to(self.dtype), (angles.sin() * scaling).to(self.dtype)
         if self.rope.rope_type != "dynamic":
             return self.kernels.rotary_cos_sin(positions, self.inv_freq, self.attention_scaling, self.dtype)
         angles = positions[:, None].float() * dynamic_inverse_frequencies(self.rope, rope_lens)
@@ -56,11 +71,20 @@ def attention_scaling(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
-    return _yarn_mscale(rope.factor, 1.0)
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1.0)
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def mrope_axes(rope: RopeConfig) -> torch.Tensor:
+    """[rotary_dim / 2] int64: 0, 1 or 2, the position that each frequency takes."""
+    axes = torch.zeros(rope.rotary_dim // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * rope.mrope_section[axis] : 3] = axis
+    return axes
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much longer vectors are made where the context grew by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

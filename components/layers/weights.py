@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 import torch
 
+from workerkit.framework.interfaces.lora import AdaptedLinear
 from workerkit.framework.interfaces.model import QuantizedTensor
 
 Weight = torch.Tensor | QuantizedTensor
@@ -22,6 +23,8 @@ class Destination:
     shape: tuple[int, ...]
     fill: Callable[[Weight], object]  # given a weight of that shape, of any dtype
     is_floating_point: bool = True
+    linear: AdaptedLinear | None = None  # the layer whose projection this is the weight of
+    projection: str = ""  # its name there
 
 
 class KernelWeights(torch.nn.Module, abc.ABC):

@@ -12,6 +12,11 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from workerkit.components.loader.families.bamba import bamba
+from workerkit.components.loader.families.deepseek import deepseek
+from workerkit.components.loader.families.gpt_oss import gpt_oss
+from workerkit.components.loader.families.qwen3_next import qwen3_5, qwen3_5_moe, qwen3_next
+from workerkit.components.loader.families.qwen3_vl import qwen3_5_moe_vl, qwen3_5_vl, qwen3_vl
 from workerkit.components.loader.hf_fields import Fields
 from workerkit.framework.errors import ModelError
 from workerkit.framework.interfaces.model import ModelConfig, MoEConfig, RopeConfig
@@ -24,13 +29,39 @@ FAMILIES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 # What a family has beyond the fields that all have: (config so far, the file's fields, typed access to them) -> config
-FAMILY_PAGES: dict[str, Callable[[ModelConfig, Mapping[str, Any], Fields], ModelConfig]] = {}
+FAMILY_PAGES: dict[str, Callable[[ModelConfig, Mapping[str, Any], Fields], ModelConfig]] = {
+    "bamba": bamba,
+    "deepseek_v3": deepseek,
+    "gpt_oss": gpt_oss,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_next": qwen3_next,
+    "qwen3_vl_text": qwen3_vl,
+    "qwen3_5": qwen3_5_vl,
+    "qwen3_5_moe": qwen3_5_moe_vl,
+}
 _QWEN = ("qwen2", "qwen3", "qwen3_moe")
 MEDUSA = "MedusaModel"
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
-_HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256}  # transformers' defaults, where they are fixed
+_HEAD_DIMS = {  # transformers' defaults, where they are fixed
+    **{"qwen3": 128, "qwen3_vl_text": 128, "gemma3_text": 256, "gpt_oss": 64},
+    **{"qwen3_next": 256, "qwen3_5_text": 256, "qwen3_5_moe_text": 256, "qwen3_5": 256, "qwen3_5_moe": 256},
+}
+_HEAD_DIM_NAMES = {"deepseek_v3": "qk_rope_head_dim"}  # where rope is of a part of each head alone
+# Where no layer has a plain MLP
+_INNER_NAMES = dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_moe"), "moe_intermediate_size")
+_PACKED = {"gpt_oss": ("mxfp4",)}  # quant_method that a family's weights may have
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MEDUSA = {  # a file of Medusa heads may say nothing of the model that they belong to; 0: what that has
     **{"hidden_size": 0, "vocab_size": 0, "num_hidden_layers": 1, "intermediate_size": 1},
@@ -79,7 +110,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     at_least = 0 if architecture == MEDUSA else 1
     hidden_size = fields.integer("hidden_size", minimum=at_least)
     num_layers = fields.integer("num_hidden_layers")
-    head_dim = fields.integer("head_dim", default=None)
+    head_dim = fields.integer(_HEAD_DIM_NAMES.get(family or "", "head_dim"), default=None)
     if head_dim is None:
         if hidden_size % num_heads:
             fields.problem("head_dim", f"is missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads")
@@ -87,8 +118,11 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
     if num_heads % num_kv_heads:
         fields.problem("num_key_value_heads", f"{num_kv_heads} must divide num_attention_heads {num_heads}")
     max_position = fields.integer("max_position_embeddings")
-    if strict and raw.get("quantization_config") is not None:
-        fields.problem("quantization_config", "is not supported; use a checkpoint of plain weights, or a GGUF file")
+    if strict and (quantization := raw.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if method not in _PACKED.get(family or "", ()):
+            text = f"{method!r} is not supported; use a checkpoint of plain weights, or a GGUF file"
+            fields.problem("quantization_config", text)
     gemma = family == "gemma3_text"
     if gemma:
         hidden_act = fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
@@ -111,7 +145,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
         architecture=architecture,
         vocab_size=fields.integer("vocab_size", minimum=at_least),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer(_INNER_NAMES.get(family or "", "intermediate_size")),
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
@@ -181,6 +215,9 @@ def _sliding_windows(
         pattern = fields.integer("sliding_window_pattern", default=6)
         types = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in range(num_layers)]
         return _windows(raw, fields, fields.integer("sliding_window", default=4096), types, num_layers)
+    if family == "gpt_oss":
+        types = ["full_attention" if n % 2 else "sliding_attention" for n in range(num_layers)]
+        return _windows(raw, fields, fields.integer("sliding_window", default=128), types, num_layers)
     if family == "mixtral" and raw.get("sliding_window") is not None:
         return (fields.integer("sliding_window"),) * num_layers
     if family not in _QWEN or not fields.flag("use_sliding_window", False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MISSING = object()
@@ -18,6 +18,14 @@ class Fields:
 
     def problem(self, name: str, text: str) -> None:
         self._problems.append(f"{self._path}{name}: {text}")
+
+    def below(self, name: str) -> Fields:
+        """The fields of an object in the field `name`; null counts as an empty one."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            self.problem(name, f"must be an object, not {value!r}")
+            value = None
+        return Fields(value or {}, self._problems, f"{self._path}{name}.")
 
     def integer(self, name: str, default: Any = _MISSING, minimum: int = 1) -> Any:
         """An int >= minimum; null counts as absent, and absent as the default (a problem when there is none)."""
@@ -48,6 +56,14 @@ class Fields:
         if value not in known:
             self.problem(name, f"{value!r} is not supported; {', '.join(known)} are")
         return str(value)
+
+    def integers(self, name: str, default: Sequence[int] = ()) -> tuple[int, ...]:
+        """A list of ints >= 0; null counts as absent."""
+        value = self._present(name, list(default))
+        if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
+            self.problem(name, f"must be a list of integers >= 0, not {value!r}")
+            return tuple(default)
+        return tuple(value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         value = self._values.get(name)

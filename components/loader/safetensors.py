@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from workerkit.components.loader.hf_config import read_hf_config, read_json
@@ -21,10 +22,21 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
-_ITEM_BITS = {
-    **{"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16},
-    **{"I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8},
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
+
+
+@attrs.frozen
+class _Place:
+    """Where a tensor lies in its file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
 
 
 class SafetensorsLoader(ModelLoader):
@@ -41,7 +53,7 @@ class SafetensorsLoader(ModelLoader):
         return _read(_checked_shards(self._folder()))
 
     def count(self) -> int:
-        return sum(len(names) for names in _checked_shards(self._folder()).values())
+        return sum(len(places) for places in _checked_shards(self._folder()).values())
 
     def at(self, source: str) -> ModelLoader:
         return SafetensorsLoader(attrs.evolve(self._section, source=source), self._files)
@@ -53,19 +65,30 @@ class SafetensorsLoader(ModelLoader):
         return path
 
 
-def _read(shards: Mapping[pathlib.Path, tuple[str, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    for path, names in shards.items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise WeightError(f"{path} cannot be read: {error}") from error
+Shards = dict[pathlib.Path, dict[str, _Place]]
 
 
-def _checked_shards(folder: pathlib.Path) -> dict[pathlib.Path, tuple[str, ...]]:
+def _read(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, places in shards.items():
+        for name, place in places.items():
+            yield name, _mapped(path, place)
+
+
+def _mapped(path: pathlib.Path, place: _Place) -> torch.Tensor:
+    """Each tensor is a mapping of its own. What was read of one large mapping would count as memory of the process
+    until the last tensor is gone."""
+    num_bytes = math.prod(place.shape) * place.dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(place.shape, dtype=place.dtype)
+    try:
+        # Copied where somebody writes there: a mapping that could not be written to would make torch warn.
+        data = np.memmap(path, np.uint8, "c", place.offset, (num_bytes,))
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{path} cannot be read: {error}") from error
+    return torch.from_numpy(data).view(place.dtype).view(place.shape)
+
+
+def _checked_shards(folder: pathlib.Path) -> Shards:
     """File -> its tensors. Raises WeightError with everything that is wrong with any of the files."""
     if (folder / _SINGLE).is_file():
         paths, placed = [folder / _SINGLE], None
@@ -116,12 +139,10 @@ def _weight_map(path: pathlib.Path) -> dict[str, str]:
     return placed
 
 
-def _compare_with_index(
-    shards: Mapping[pathlib.Path, tuple[str, ...]], placed: Mapping[str, str], problems: list[str]
-) -> None:
+def _compare_with_index(shards: Shards, placed: Mapping[str, str], problems: list[str]) -> None:
     held: dict[str, str] = {}
-    for path, names in shards.items():
-        for name in names:
+    for path, places in shards.items():
+        for name in places:
             if name in held:
                 problems.append(f"tensor {name} is in both {held[name]} and {path.name}")
             elif name not in placed:
@@ -134,34 +155,40 @@ def _compare_with_index(
             problems.append(f"tensor {name} is in {held[name]}, {_INDEX} puts it in {file}")
 
 
-def _check_header(path: pathlib.Path, problems: list[str]) -> tuple[str, ...]:
-    """Names in the file's order. The format: https://github.com/huggingface/safetensors#format."""
+def _check_header(path: pathlib.Path, problems: list[str]) -> dict[str, _Place]:
+    """Tensors in the file's order. The format: https://github.com/huggingface/safetensors#format."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER, size - 8):
             problems.append(f"{path.name}: the file ends inside its header: truncated, or not a safetensors file")
-            return ()
+            return {}
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             tensors = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             problems.append(f"{path.name}: the header is not understood: {error!r}")
-            return ()
-    problems.extend(
-        f"{path.name}: tensor {name}: {fault}" for name, info in tensors if (fault := _fault(info, size - 8 - length))
-    )
-    return tuple(name for name, _ in tensors)
+            return {}
+    start = 8 + length
+    faults = {name: fault for name, info in tensors if (fault := _fault(info, size - start))}
+    problems.extend(f"{path.name}: tensor {name}: {fault}" for name, fault in faults.items())
+    return {
+        name: _Place(_DTYPES[info["dtype"]], tuple(info["shape"]), start + info["data_offsets"][0])
+        for name, info in tensors
+        if name not in faults
+    }
 
 
 def _fault(info: Mapping[str, Any], data_bytes: int) -> str | None:
     try:
         (begin, end), shape, dtype = info["data_offsets"], info["shape"], info["dtype"]
-        if dtype not in _ITEM_BITS:
+        if dtype not in _DTYPES:
             return f"dtype {dtype!r} is not supported"
-        need = math.prod(shape) * _ITEM_BITS[dtype] // 8
-        if not 0 <= begin <= end or end - begin != need:
+        if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
+            return f"bytes {begin} to {end} and shape {shape} must be integers >= 0"
+        need = math.prod(shape) * _DTYPES[dtype].itemsize
+        if end - begin != need:
             return f"bytes {begin} to {end} do not fit {dtype} of shape {shape}, which takes {need}"
         if end > data_bytes:
             return f"ends at byte {end} of the data, the file has {data_bytes}: it is truncated"

@@ -11,7 +11,9 @@ import torch
 from workerkit.components.layers.linear import MergedLinear
 from workerkit.components.layers.rope import RotaryEmbedding
 from workerkit.components.layers.weights import Destination, KernelWeights, Weight
+from workerkit.components.model.free_memory import giving_back
 from workerkit.framework.errors import WeightError
+from workerkit.framework.interfaces.lora import AdaptedLinear
 from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, Network, QuantizedTensor
 from workerkit.framework.interfaces.sections import QuantizationSection
 
@@ -51,6 +53,13 @@ class CheckpointNetwork(torch.nn.Module, Network):
         """The name that the methods above use for it; None: of no use here."""
         return None if name.endswith(COMPUTED) else name
 
+    def linears(self) -> dict[str, tuple[AdaptedLinear, str]]:
+        return {
+            name.removesuffix(".weight"): (place.linear, place.projection)
+            for name, place in self.required_tensors().items()
+            if isinstance(place.linear, MergedLinear) and place.linear.kind in ("attention", "mlp")
+        }
+
     def quantize(self, section: QuantizationSection) -> None:
         self.quantization = section
 
@@ -72,7 +81,7 @@ class CheckpointNetwork(torch.nn.Module, Network):
         found: dict[str, torch.Tensor] = {}
         seen: set[str] = set()
         problems: list[str] = []
-        for stored_name, tensor in weights:
+        for stored_name, tensor in giving_back(weights):
             name = self.canonical_name(stored_name)
             if name is None:
                 continue

@@ -106,6 +106,8 @@ def make_attention_layers(config: ModelConfig, prefix: str) -> tuple[AttentionLa
             head_dim=config.head_dim,
             scale=config.attention_scale or config.head_dim**-0.5,
             sliding_window=windows[number],
+            has_sinks=config.attention_sinks,
+            latent_dim=None if config.mla is None else config.mla.kv_lora_rank,
         )
         for index, number in enumerate(numbers)
     )

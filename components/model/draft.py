@@ -145,6 +145,7 @@ class RandomDraft(DraftModel):
             architecture=c.architecture,
             num_hidden_layers=c.num_hidden_layers,
             sliding_windows=(),
+            recurrent_layers=(),
             tie_word_embeddings=True,
             raw={**sizes, **c.fields},
         )
@@ -202,7 +203,13 @@ def for_target(config: ModelConfig, target: ModelConfig) -> ModelConfig:
 
 
 def behind_target(network: Network, loaded: LoadedModel) -> DraftWeights:
-    """The draft with its layers behind the target's. Raises ModelError if it reads what the target does not have."""
+    """The draft with its layers behind the target's. Raises ModelError if it reads what the target does not have, and
+    UnsupportedError if it has recurrent layers."""
+    if network.recurrent_layers:
+        raise UnsupportedError(
+            f"components.draft: {network.config.architecture} has recurrent layers, whose state cannot be taken back "
+            "when drafts are rejected; right: a draft without such layers, an mtp head, or speculator ngram or suffix"
+        )
     if isinstance(network, DraftHead):
         known = loaded.network.tap_points[:-1]  # what leaves the last layer was never seen in training
         if unknown := [name for name in network.features if name not in known]:
@@ -216,7 +223,8 @@ def behind_target(network: Network, loaded: LoadedModel) -> DraftWeights:
             )
     first = len(loaded.network.attention_layers)
     layers = tuple(
-        attrs.evolve(layer, index=first + layer.index, name=f"draft.{layer.name}") for layer in network.attention_layers
+        attrs.evolve(layer, index=first + layer.index, name=f"draft.{layer.name}", is_draft=True)
+        for layer in network.attention_layers
     )
     return DraftWeights(network=network, attention_layers=layers)
 

@@ -6,12 +6,18 @@ from collections.abc import Callable
 
 import torch
 
+from workerkit.components.model.bamba import Bamba
 from workerkit.components.model.decoder import Decoder
+from workerkit.components.model.deepseek import DeepseekV3
 from workerkit.components.model.drafts.block import DFlashDraftModel, DSparkDraftModel
+from workerkit.components.model.drafts.deepseek_mtp import DeepseekMTP
 from workerkit.components.model.drafts.eagle import Eagle, Eagle3
 from workerkit.components.model.drafts.medusa import Medusa
 from workerkit.components.model.drafts.mtp import MTP
+from workerkit.components.model.gpt_oss import GptOss
 from workerkit.components.model.moe import Mixtral, Qwen3Moe
+from workerkit.components.model.qwen3_next import Qwen3_5, Qwen3_5Moe, Qwen3Next
+from workerkit.components.model.qwen3_vl import Qwen3_5MoeVL, Qwen3_5VL, Qwen3VL
 from workerkit.framework.errors import ModelError, did_you_mean
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.model import ModelConfig, ModelLibrary, Network
@@ -29,7 +35,16 @@ class NativeLibrary(ModelLibrary):
         "Qwen3ForCausalLM": Decoder,
         "Gemma3ForCausalLM": Decoder,
         "MixtralForCausalLM": Mixtral,
+        "BambaForCausalLM": Bamba,
+        "Qwen3NextForCausalLM": Qwen3Next,
+        "Qwen3_5ForCausalLM": Qwen3_5,
+        "Qwen3_5MoeForCausalLM": Qwen3_5Moe,
         "Qwen3MoeForCausalLM": Qwen3Moe,
+        "GptOssForCausalLM": GptOss,
+        "DeepseekV3ForCausalLM": DeepseekV3,
+        "Qwen3VLForConditionalGeneration": Qwen3VL,
+        "Qwen3_5ForConditionalGeneration": Qwen3_5VL,
+        "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeVL,
         # Drafts, by the names of their authors, of vLLM and of speculators.
         "EagleLlamaForCausalLM": Eagle,
         "EagleSpeculator": Eagle,
@@ -39,6 +54,8 @@ class NativeLibrary(ModelLibrary):
         "Eagle3Speculator": Eagle3,
         "Qwen3NextMTP": MTP,
         "Qwen3_5MTP": MTP,
+        "DeepSeekMTPModel": DeepseekMTP,
+        "DeepseekV3MTP": DeepseekMTP,
         "MTPDraftModel": MTP,
         "MTPSpeculator": MTP,
         "MedusaModel": Medusa,

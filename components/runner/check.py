@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from workerkit.framework.errors import RequestError
+from workerkit.framework.errors import RequestError, did_you_mean
 from workerkit.framework.interfaces.batch import RequestStates
 from workerkit.framework.interfaces.request import NewRequest, SchedulerOutput
-from workerkit.framework.interfaces.runner import WorkerShape
+from workerkit.framework.interfaces.runner import RunnerParts, WorkerShape
 
 
-def check_output(output: SchedulerOutput, states: RequestStates, shape: WorkerShape, num_groups: int) -> None:
+def check_output(
+    output: SchedulerOutput,
+    states: RequestStates,
+    shape: WorkerShape,
+    num_groups: int,
+    parts: RunnerParts,
+) -> None:
     """Refuse a step that contradicts what the runner knows, before anything of it is done. Raises RequestError."""
     new, cached, scheduled = output.new_requests, output.cached_requests, output.num_scheduled_tokens
     staying = set(states.req_ids) - output.finished_req_ids - output.preempted_req_ids
     computed = {r.req_id: r.num_computed_tokens for r in new}
     computed.update({r.req_id: r.num_computed_tokens for r in cached})
     problems = [problem for request in new for problem in _of_new(request, staying, shape)]
+    problems += [
+        f"new request {r.req_id!r} names adapter {r.lora!r}; {did_you_mean(r.lora, parts.lora.adapters)}"
+        for r in new
+        if r.lora is not None and r.lora not in parts.lora.adapters
+    ]
+    if not parts.encoder.accepts_images:
+        problems += [f"new request {r.req_id!r} has pictures, which this worker does not see" for r in new if r.images]
     problems += [f"cached request {r.req_id!r} is not known here" for r in cached if r.req_id not in staying]
     if len(computed) != len(new) + len(cached):
         problems.append("a request is scheduled twice")
@@ -26,6 +39,11 @@ def check_output(output: SchedulerOutput, states: RequestStates, shape: WorkerSh
         problems.append(f"{total} tokens are scheduled, max_num_batched_tokens is {shape.max_num_batched_tokens}")
     if (live := len(staying.union([r.req_id for r in new]))) > shape.max_num_reqs:
         problems.append(f"{live} requests would be live, max_num_reqs is {shape.max_num_reqs}")
+    problems += [
+        f"a copy of the state of request {save.req_id!r} is asked for, which is not scheduled"
+        for save in output.state_saves
+        if save.req_id not in scheduled
+    ]
     blocks = [(r.req_id, r.block_ids) for r in new] + [(r.req_id, r.new_block_ids) for r in cached if r.new_block_ids]
     problems += [
         f"request {req_id!r} has blocks for {len(groups)} of {num_groups} cache groups"

@@ -107,8 +107,8 @@ class StepPhases:
         own = {name: value for name, value in params.extra_args.items() if name not in read}
         sampler.check(attrs.evolve(params, extra_args=own))
 
-    def descriptor(self, plan: BatchPlan) -> BatchDescriptor:
-        """The shape to build for, the same on all ranks."""
+    def descriptor(self, plan: BatchPlan, is_eager: bool) -> BatchDescriptor:
+        """The shape to build for, the same on all ranks. `is_eager`: the step cannot be a graph's."""
         num_tokens, num_reqs, first = plan.num_tokens, plan.num_reqs, int(plan.num_scheduled_tokens[0])
         is_uniform = num_tokens == first * num_reqs and (first == 1 or (plan.num_scheduled_tokens == first).all())
         shape = BatchShape(
@@ -117,7 +117,7 @@ class StepPhases:
             uniform_query_len=first if is_uniform else None,
             max_query_len=first if is_uniform else int(plan.num_scheduled_tokens.max()),
         )
-        if self._parts.lora.is_eager(plan):
+        if is_eager:
             return self._parts.parallel.agree(BatchDescriptor(mode="eager", num_tokens=num_tokens, num_reqs=num_reqs))
         return self._parts.parallel.agree(self._parts.graph.dispatch(self._parts.pcp.local_shape(shape)))
 
@@ -172,6 +172,7 @@ class StepPhases:
             output = parts.graph.run(desc, self._network.forward, inputs)
         else:  # graphs begin with the embedding of ids
             output = self._network.forward(inputs)
+        parts.lora.deactivate()
         if real:
             parts.hooks.forward_finished(local, output)
             parts.kv_connector.wait_saved()
@@ -308,6 +309,11 @@ class StepPhases:
         self._capture_cases()
         self._parts.encoder_graph.capture()
         self._parts.verify_budget.calibrate(self._seconds)
+
+    def release_graphs(self) -> None:
+        """Forget all of them."""
+        self._parts.graph.release()
+        self._parts.encoder_graph.release()
 
     def _capture_cases(self) -> None:
         from tqdm import tqdm

@@ -77,16 +77,17 @@ class NPUModelRunner(GPUModelRunner):
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
         if self._forward is not None:
             raise StageError("execute_model was called twice without sample_tokens")
-        check_output(output, self._states, self._shape, self._num_groups)
         parts = self._parts
+        check_output(output, self._states, self._shape, self._num_groups, parts)
         parts.hooks.step_started(output)
+        is_eager = parts.lora.schedule(output)
         parts.kv_connector.preempted(sorted(output.preempted_req_ids))
         self._update_states(output)
         if not output.num_scheduled_tokens:
             parts.device.submit(lambda: self._phases.move_blocks(output)).wait()
             return parts.kv_connector.no_forward(output)
         plan = self._states.plan(output)
-        desc = self._phases.descriptor(plan)
+        desc = self._phases.descriptor(plan, is_eager)
         self._batches.sync(plan, self._states)
         self._forward = parts.device.submit(lambda: self._run_forward(output, plan, desc))
         return None
@@ -131,4 +132,4 @@ class NPUModelRunner(GPUModelRunner):
         return self._parts.device.submit(self._phases.graph_memory).wait()
 
     def release_graphs(self) -> None:
-        self._parts.device.submit(self._parts.graph.release).wait()
+        self._parts.device.submit(self._phases.release_graphs).wait()

@@ -88,9 +88,10 @@ class NPUModelRunner(ModelRunner):
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
         if self._forward is not None:
             raise StageError("execute_model was called twice without sample_tokens")
-        check_output(output, self._states, self._shape, self._num_groups)
         parts = self._parts
+        check_output(output, self._states, self._shape, self._num_groups, parts)
         parts.hooks.step_started(output)
+        is_eager = parts.lora.schedule(output)
         parts.kv_connector.preempted(sorted(output.preempted_req_ids))
         changes = self._change_requests(output)
         if not output.num_scheduled_tokens:
@@ -98,7 +99,7 @@ class NPUModelRunner(ModelRunner):
             return parts.kv_connector.no_forward(output)
         try:
             plan = self._states.plan(output)
-            desc = self._phases.descriptor(plan)
+            desc = self._phases.descriptor(plan, is_eager)
         except BaseException:
             parts.device.submit(lambda: self._carry_out(changes)).wait()  # host and device must not part
             raise
@@ -167,7 +168,7 @@ class NPUModelRunner(ModelRunner):
         return self._parts.device.submit(self._phases.graph_memory).wait()
 
     def release_graphs(self) -> None:
-        self._parts.device.submit(self._parts.graph.release).wait()
+        self._parts.device.submit(self._phases.release_graphs).wait()
 
     def check_request(self, params: SamplingParams) -> None:
         self._phases.check_request(params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from attrs import validators
 from workerkit.framework.errors import StageError, UnsupportedError
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, MemoryPool, ParallelGroups
+from workerkit.framework.interfaces.extensions import Encoder
 from workerkit.framework.interfaces.kv_cache import AttentionLayer, KVCacheManager, KVLayout
+from workerkit.framework.interfaces.lora import LoRA
 from workerkit.framework.interfaces.model import LoadedModel, Model, Network
 from workerkit.framework.interfaces.observer import StepHooks
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
@@ -85,6 +88,8 @@ class NPUWorker(Worker):
         loaded: Later[LoadedModel],
         draft_model: Later[DraftModel],
         draft: Later[DraftWeights],
+        lora: Later[LoRA],
+        encoder: Later[Encoder],
         layout: Later[KVLayout],
         runner: Later[ModelRunner],
         extensions: tuple[WorkerExtension, ...],
@@ -104,6 +109,8 @@ class NPUWorker(Worker):
         self._loaded = loaded
         self._draft_model = draft_model
         self._draft = draft
+        self._lora = lora
+        self._encoder = encoder
         self._layout = layout
         self._runner = runner
         self._extensions = ExtensionMethods(extensions)
@@ -129,6 +136,12 @@ class NPUWorker(Worker):
 
     def load_model(self) -> None:
         self._at("load_model", Stage.DEVICE)
+        quantized = self._cache.quantization.uses - {"none"}
+        if quantized and not self._attention().reads_quantized:
+            raise UnsupportedError(
+                f"components.attention: {type(self._attention()).__name__} reads no quantised keys and values, and "
+                f"cache.quantization asks for {', '.join(sorted(quantized))}"
+            )
         self._device.submit(self._load).wait()
         self._stage = Stage.LOADED
 
@@ -138,6 +151,7 @@ class NPUWorker(Worker):
         self._track_weights()
 
     def _track_weights(self) -> None:
+        self._pool.forget("weights")
         self._pool.track("weights", tuple(tensor for network in self._networks() for _, tensor in network.weights()))
 
     def _networks(self) -> list[Network]:
@@ -164,6 +178,7 @@ class NPUWorker(Worker):
         trial.execute_dummy_batch(shape.max_num_batched_tokens, num_reqs)
         peak = self._device.peak_memory_increase()
         graphs = trial.graph_memory()
+        self._pool.forget("kv_cache")  # the trial's
         available = wanted - in_use - peak - graphs - self._config.reserve_bytes
         _log.info(
             "memory: %d of %d MiB allowed, %d in use, a step peaks at %d, graphs take %d: %d MiB for the KV cache",
@@ -214,6 +229,22 @@ class NPUWorker(Worker):
     def check_request(self, params: SamplingParams) -> None:
         self._at("check_request", Stage.READY, Stage.ASLEEP)
         self._runner().check_request(params)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._lora().adapters
+
+    @property
+    def accepts_images(self) -> bool:
+        return self._encoder().accepts_images
+
+    def load_adapter(self, name: str, source: str) -> None:
+        self._at("load_adapter", Stage.LOADED, Stage.READY)
+        self._device.submit(lambda: self._lora().load(name, source)).wait()
+
+    def remove_adapter(self, name: str) -> None:
+        self._at("remove_adapter", Stage.LOADED, Stage.READY)
+        self._device.submit(lambda: self._lora().remove(name)).wait()
 
     # Steps
 

@@ -23,8 +23,9 @@ from workerkit.framework.interfaces.sampling_params import SamplingParams
 class Job:
     """One prompt, as given."""
 
-    prompt: Prompt
+    prompt: str | list[int]
     params: SamplingParams
+    lora: str | None = None
 
 
 @attrs.define
@@ -33,7 +34,7 @@ class Record:
 
     index: int  # of the prompt
     completion: int  # which of the prompt's n
-    prompt: Prompt
+    prompt: str | list[int]
     text: str = ""
     token_ids: list[int] = attrs.field(factory=list)
     finish_reason: str | None = None

@@ -19,6 +19,7 @@ def add_to(group: Any) -> None:
     """Add the command to the parser group."""
     parser = common.command(group, "chat", _chat, "talk to the model", f"Talk to the model. {HELP}.")
     common.add_config(parser)
+    parser.add_argument("--lora", metavar="NAME", help="adapter of components.lora that answers")
     parser.add_argument("--system", metavar="TEXT", help="instructions in front of the conversation")
     parser.add_argument("--once", metavar="QUESTION", help="answer this one question and leave")
     add_sampling(parser, max_tokens=512)
@@ -27,7 +28,7 @@ def add_to(group: Any) -> None:
 def _chat(args: argparse.Namespace) -> int:
     params = sampling_of(args)
     with common.running_engine(common.assembly_of(args)) as engine:
-        talk = Conversation(engine, params, args.system)
+        talk = Conversation(engine, params, args.system, args.lora)
         if args.once is not None:
             common.warn(talk.ask(args.once))
         else:
@@ -70,10 +71,13 @@ def _loop(talk: Conversation) -> None:
 class Conversation:
     """Messages so far, and the engine that answers."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self, engine: Engine, params: SamplingParams, system: str | None = None, lora: str | None = None
+    ) -> None:
         self._engine = engine
         self._params = params
         self.system = system
+        self._lora = lora
         self._messages: list[dict[str, str]] = []
 
     def reset(self) -> None:
@@ -87,7 +91,7 @@ class Conversation:
         messages = [*first, *self._messages, {"role": "user", "content": question}]
         meter, count, answer = common.SpeedMeter(self._engine), 0, ""
         try:
-            with contextlib.closing(self._engine.chat(messages, self._params)) as deltas:  # type: ignore[type-var]  # a generator
+            with contextlib.closing(self._engine.chat(messages, self._params, self._lora)) as deltas:  # type: ignore[type-var]  # a generator
                 for delta in deltas:
                     if delta.finish_reason == "error":
                         raise RequestError(delta.error or "the request failed")

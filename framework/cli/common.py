@@ -101,6 +101,14 @@ def read_text(path: str) -> str:
         raise WorkerkitError(f"cannot read {path}: {error}") from error
 
 
+def read_bytes(path: str) -> bytes:
+    """A file, as it is."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise WorkerkitError(f"cannot read {path}: {error}") from error
+
+
 @contextmanager
 def writable(path: str) -> Iterator[TextIO]:
     """A file that is written anew. Raises WorkerkitError when it cannot be."""

@@ -16,7 +16,7 @@ from workerkit.framework.cli import common
 from workerkit.framework.cli.batch import Job, run_batch
 from workerkit.framework.cli.sampling import add_completions, add_sampling, params_of, sampling_of
 from workerkit.framework.errors import ConfigError, RequestError, WorkerkitError
-from workerkit.framework.interfaces.engine import Engine, Prompt
+from workerkit.framework.interfaces.engine import Engine, Prompt, PromptInputs
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.roles import CHAT_TEMPLATE
 
@@ -39,13 +39,21 @@ def add_to(group: Any) -> None:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='a prompt a line; in .jsonl {"prompt": …, "max_tokens": …} with any field of SamplingParams, '
+        help='a prompt a line; in .jsonl {"prompt": …, "lora": …, "max_tokens": …} with any field of SamplingParams, '
         "which win over the options given here",
     )
     parser.add_argument("--output", metavar="OUT.jsonl", help="write JSON lines here")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--chat", action="store_true", help="make each prompt a user's message of the chat template")
     how.add_argument("--raw", action="store_true", help="add no special tokens, such as a BOS token, to the prompt")
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="FILE",
+        help="a picture for the model to see; repeatable, in the order of their places. With --chat they come before "
+        "the prompt, else its placeholders say where",
+    )
+    parser.add_argument("--lora", metavar="NAME", help="adapter of components.lora that all prompts use")
     add_sampling(parser, max_tokens=256)
     add_completions(parser)
 
@@ -54,13 +62,14 @@ def _generate(args: argparse.Namespace) -> int:
     jobs = [*_given(args), *_from_file(args)]
     if not jobs:
         raise WorkerkitError("nothing to generate: give a prompt, or --prompts FILE")
+    pictures = tuple(common.read_bytes(path) for path in args.image or ())
     assembly = common.assembly_of(args)
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(common.writable(args.output)) if args.output is not None else None
         engine = stack.enter_context(common.running_engine(assembly))
         if len(jobs) == 1 and out is None and _is_plain(jobs[0].params):
-            return _stream(engine, _prompt(jobs[0], args, engine, assembly), jobs[0].params)
-        return run_batch(engine, jobs, lambda job: _prompt(job, args, engine, assembly), out or sys.stdout)
+            return _stream(engine, _prompt(jobs[0], pictures, args, engine, assembly), jobs[0].params)
+        return run_batch(engine, jobs, lambda job: _prompt(job, pictures, args, engine, assembly), out or sys.stdout)
 
 
 def _is_plain(params: SamplingParams) -> bool:
@@ -70,7 +79,7 @@ def _is_plain(params: SamplingParams) -> bool:
 def _given(args: argparse.Namespace) -> Iterator[Job]:
     params = sampling_of(args)
     for prompt in args.prompt:
-        yield Job(common.read_text("-") if prompt == "-" else prompt, params)
+        yield Job(common.read_text("-") if prompt == "-" else prompt, params, args.lora)
 
 
 def _from_file(args: argparse.Namespace) -> Iterator[Job]:
@@ -82,17 +91,17 @@ def _from_file(args: argparse.Namespace) -> Iterator[Job]:
         if not line.strip():
             continue
         if not args.prompts.endswith(".jsonl"):
-            yield Job(line, params)
+            yield Job(line, params, args.lora)
             continue
         try:
-            yield _job(line, params, f"{args.prompts}:{number}")
+            yield _job(line, params, args.lora, f"{args.prompts}:{number}")
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:
         raise ConfigError(problems, HEADLINE)
 
 
-def _job(line: str, params: SamplingParams, where: str) -> Job:
+def _job(line: str, params: SamplingParams, lora: str | None, where: str) -> Job:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -101,17 +110,26 @@ def _job(line: str, params: SamplingParams, where: str) -> Job:
     ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not (isinstance(prompt, str) or ids):
         raise ConfigError([f'{where}: expected {{"prompt": "text"}} (or a list of token ids), got {line}'], HEADLINE)
-    return Job(prompt, params_of({**attrs.asdict(params), **record}, where, HEADLINE))
+    lora = record.pop("lora", lora)
+    if not (lora is None or isinstance(lora, str)):
+        raise ConfigError([f"{where}: lora must be the name of an adapter, not {lora!r}"], HEADLINE)
+    return Job(prompt, params_of({**attrs.asdict(params), **record}, where, HEADLINE), lora)
 
 
-def _prompt(job: Job, args: argparse.Namespace, engine: Engine, assembly: Assembly) -> Prompt:
+def _prompt(
+    job: Job, pictures: tuple[bytes, ...], args: argparse.Namespace, engine: Engine, assembly: Assembly
+) -> Prompt:
     """What the engine is given. A rendered template holds its own special tokens, so none is added to it."""
-    if not isinstance(job.prompt, str) or not (args.chat or args.raw):
-        return job.prompt
-    text = job.prompt
-    if args.chat:
-        text = assembly.get(CHAT_TEMPLATE).render([{"role": "user", "content": text}])
-    return engine.tokenizer.encode(text, add_special_tokens=False)
+    prompt = job.prompt
+    if isinstance(prompt, str) and args.chat:
+        parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": prompt}]
+        message = {"role": "user", "content": parts if pictures else prompt}
+        prompt = assembly.get(CHAT_TEMPLATE).render([message])
+    if isinstance(prompt, str) and (args.chat or args.raw):
+        prompt = engine.tokenizer.encode(prompt, add_special_tokens=False)
+    if not pictures and job.lora is None:
+        return prompt
+    return PromptInputs(prompt=prompt, images=pictures, lora=job.lora)
 
 
 def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:

@@ -16,7 +16,7 @@ from workerkit.framework.registry import Role
 
 WIDTH, HEIGHT, STEP, MARGIN = 168, 40, 250, 24  # of a box, from one layer to the next, around the picture
 _GROUPS: tuple[tuple[str, str, tuple[Role[Any], ...]], ...] = (
-    ("engine", "#7c3aed", (roles.ENGINE, roles.SCHEDULER, roles.TOKENIZER, roles.CHAT_TEMPLATE)),
+    ("engine", "#7c3aed", (roles.ENGINE, roles.SCHEDULER, roles.TOKENIZER, roles.CHAT_TEMPLATE, roles.IMAGE_PROCESSOR)),
     ("worker and runner", "#dc2626", (roles.WORKER, roles.WORKER_EXTENSIONS, roles.RUNNER)),
     ("batch", "#db2777", (roles.REQUEST_STATE, roles.INPUT_BATCH, roles.BLOCK_TABLE)),
     ("cache, attention, graphs", "#059669", (roles.KV_CACHE, roles.ATTENTION, roles.GRAPH, roles.ENCODER_GRAPH)),

@@ -20,6 +20,7 @@ class AttentionBackend(abc.ABC):
 
     kernel_block_sizes: tuple[int, ...] = ()  # accepted kernel block sizes, preferred first; () accepts any
     host_lengths: Literal["upper_bound", "exact"] = "upper_bound"  # which HostLengths it reads
+    reads_quantized: bool = False  # serves layers whose keys and values have scales: KVCaches.scales
     graph_support: Literal["never", "uniform", "always"] = "never"  # batches whose attention a graph may hold
 
     @abc.abstractmethod

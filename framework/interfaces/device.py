@@ -181,7 +181,11 @@ class MemoryPool(abc.ABC):
 
     @abc.abstractmethod
     def track(self, tag: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Memory that belongs to a tag."""
+        """Memory that belongs to a tag, beside what was tracked before."""
+
+    @abc.abstractmethod
+    def forget(self, tag: str) -> None:
+        """Nothing belongs to the tag any more."""
 
     @abc.abstractmethod
     def discard(self, tag: str) -> int:

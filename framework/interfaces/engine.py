@@ -15,7 +15,18 @@ from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.text import Tokenizer
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Prompt = str | Sequence[int]  # text, or token ids
+
+
+@attrs.frozen(kw_only=True)
+class PromptInputs:
+    """A prompt, and what else it consists of."""
+
+    prompt: str | Sequence[int]
+    images: tuple[bytes, ...] = ()  # picture files, in the order of their places in the prompt
+    lora: str | None = None  # name of an adapter
+
+
+Prompt = str | Sequence[int] | PromptInputs  # text, or token ids, or with more to it
 
 
 @attrs.frozen(kw_only=True)
@@ -228,9 +239,9 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, lora: str | None = None
     ) -> Iterator[RequestDelta]:
-        """`stream` of a conversation through the chat template."""
+        """`stream` of a conversation through the chat template, with an adapter if one is named."""
 
     @property
     @abc.abstractmethod

@@ -13,7 +13,7 @@ from workerkit.framework.interfaces.sampling import SlotPart
 if TYPE_CHECKING:
     import torch
 
-    from workerkit.framework.interfaces.batch import BatchPlan, InputBatch
+    from workerkit.framework.interfaces.batch import InputBatch
     from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape
     from workerkit.framework.interfaces.kv_cache import BatchTables, KVCaches
     from workerkit.framework.interfaces.model import LoadedModel, ModelOutput
@@ -55,18 +55,6 @@ class ModelState(SlotPart):
         """After the request states have committed the step."""
 
 
-class LoRA(SlotPart):
-    """Adapters."""
-
-    @abc.abstractmethod
-    def activate(self, batch: InputBatch) -> None:
-        """Before the forward: which adapter each row uses."""
-
-    def is_eager(self, plan: BatchPlan) -> bool:
-        """Whether the step needs what graphs do not hold."""
-        return False
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class Embeddings:
     """What the layers get instead of the embedding of ids. T counts padding."""
@@ -77,6 +65,11 @@ class Embeddings:
 
 class Encoder(SlotPart):
     """Vision inputs."""
+
+    @property
+    def accepts_images(self) -> bool:
+        """Whether requests may have pictures."""
+        return False
 
     @abc.abstractmethod
     def free(self, req_ids: Sequence[str]) -> None:

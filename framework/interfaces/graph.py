@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
 if TYPE_CHECKING:
+    import torch
+
     from workerkit.framework.interfaces.model import ModelInputs, ModelOutput
+    from workerkit.framework.interfaces.vision import Grid, VisionOutput
 
     Forward = Callable[[ModelInputs], ModelOutput]
 
@@ -83,8 +86,16 @@ class GraphManager(abc.ABC):
 
 
 class EncoderGraphManager(abc.ABC):
-    """Captured graphs of a vision or audio encoder, by token budget. Version 0."""
+    """Runs a vision tower over any pictures, packed into captured sizes: budgets of tokens."""
 
     @abc.abstractmethod
     def capture(self) -> None:
         """Capture at warm-up, after the text model's graphs."""
+
+    @abc.abstractmethod
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[VisionOutput]:
+        """pixels [patches, patch_dim] of pictures one after another -> what the tower makes of each, in memory of its
+        own. Raises UnsupportedError for a network without a tower."""
+
+    def release(self) -> None:  # noqa: B027  nothing was captured
+        """Forget all that was captured, because addresses are about to change."""

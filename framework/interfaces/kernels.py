@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from workerkit.framework.errors import UnsupportedError
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     import torch
 
     from workerkit.framework.interfaces.device import DeviceContext
+    from workerkit.framework.interfaces.recurrent_kernels import CausalConv1d, GatedDeltaRule, StateSpace
 
 T = TypeVar("T")
 
 OPS = (
     "linear",
+    "linear_heads",
     "embedding",
     "linear_q4",
     "linear_q8",
@@ -29,11 +31,18 @@ OPS = (
     "rotary_embedding",
     "silu_and_mul",
     "gelu_tanh_and_mul",
+    "swigluoai_and_mul",
     "add",
+    "add_lora",
     "reshape_and_cache",
+    "quantize_and_cache",
+    "dequantize_blocks",
     "paged_attention",
     "decode_attention",
     "prefill_attention",
+    "causal_conv1d",
+    "state_space",
+    "gated_delta_rule",
     "apply_penalties",
     "apply_bad_words",
     "apply_min_p",
@@ -54,7 +63,7 @@ OPS = (
 BATCH_SENSITIVE = frozenset(
     op
     for op in OPS
-    if op.startswith("linear") or op in ("embedding", "experts") or op.endswith(("_norm", "_attention"))
+    if op.startswith("linear") or op in ("embedding", "experts", "gated_delta_rule") or op.endswith(("_norm", "_attention"))
 )
 
 
@@ -103,23 +112,31 @@ class Kernels(abc.ABC):
     """Every op of OPS, each from the first library of the configured order that has it."""
 
     linear: Linear
+    linear_heads: LinearHeads
     embedding: Embedding
     linear_q4: LinearQ4
     linear_q8: LinearQ8
     linear_w8: LinearW8
     linear_w8a8: LinearW8
-    experts: StackedExperts
+    experts: Experts
     rms_norm: RmsNorm
     fused_add_rms_norm: FusedAddRmsNorm
     rotary_cos_sin: RotaryCosSin
     rotary_embedding: RotaryEmbedding
     silu_and_mul: GatedActivation
     gelu_tanh_and_mul: GatedActivation
+    swigluoai_and_mul: GatedActivation
     add: Add
+    add_lora: AddLoRA
     reshape_and_cache: ReshapeAndCache
+    quantize_and_cache: QuantizeAndCache
+    dequantize_blocks: DequantizeBlocks
     paged_attention: PagedAttention
     decode_attention: DecodeAttention
     prefill_attention: PrefillAttention
+    causal_conv1d: CausalConv1d
+    state_space: StateSpace
+    gated_delta_rule: GatedDeltaRule
     apply_penalties: ApplyPenalties
     apply_bad_words: ApplyBadWords
     apply_min_p: ApplyMinP
@@ -186,6 +203,25 @@ class Linear(Protocol):
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix: ...
 
 
+class HeadMatrices(Protocol):
+    """A matrix for each of N heads."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, N, H] -> [T, N, O]."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that they keep."""
+        ...
+
+
+class LinearHeads(Protocol):
+    """weight [N, O, H] -> the matrices that multiply each head by its own. They may keep the weight as it is."""
+
+    def __call__(self, weight: torch.Tensor) -> HeadMatrices: ...
+
+
 class Embedding(Protocol):
     """weight [V, H] -> a matrix whose rows are read, and that is multiplied by as well where it is the head, too."""
 
@@ -233,22 +269,18 @@ class LinearW8(Protocol):
 
 
 class Experts(Protocol):
-    """Gated MLPs, of which each token goes through a few."""
+    """Functions, an expert each, of which each token goes through a few."""
 
-    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
-        """x [T, H], expert_ids [T, k] int64, their weights [T, k] float32 -> [T, H], the weighted sum in x's dtype."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        mlps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    ) -> torch.Tensor:
+        """x [T, H], expert_ids [T, k] int64, their weights [T, k] float32, mlps [N, H] -> [N, H], whose rows have
+        nothing to do with each other -> [T, H], the weighted sum in x's dtype."""
         ...
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that they keep."""
-        ...
-
-
-class StackedExperts(Protocol):
-    """gate_up [E, 2 I, H] (gate's rows first), down [E, H, I] -> the experts. They may keep the weights as they are."""
-
-    def __call__(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts: ...
 
 
 class RmsNorm(Protocol):
@@ -295,6 +327,14 @@ class Add(Protocol):
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
 
 
+class AddLoRA(Protocol):
+    """output [T, O] += (h masked) b, h = x a^T: a [n * r, I], b [n * r, O] of n adapters, mask [T, n] (1: in use)."""
+
+    def __call__(
+        self, output: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor
+    ) -> None: ...
+
+
 class ReshapeAndCache(Protocol):
     """Writes keys and values into the paged cache."""
 
@@ -306,6 +346,32 @@ class ReshapeAndCache(Protocol):
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None: ...
+
+
+class QuantizeAndCache(Protocol):
+    """Likewise, rounded to 8 bits: a token's head is its codes times a scale, its largest element over 127."""
+
+    """key, value [T, Nk, D]; caches [blocks, b, Nk, D] int8; scales [blocks, b, Nk] float32; slot_mapping [T], -1 is
+    not written."""
+
+    def __call__(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        key_scales: torch.Tensor,
+        value_scales: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None: ...
+
+
+class DequantizeBlocks(Protocol):
+    """cache [blocks, b, Nk, D] int8, scales [blocks, b, Nk], block_ids [N] -> [N, b, Nk, D], codes times scales."""
+
+    def __call__(
+        self, cache: torch.Tensor, scales: torch.Tensor, block_ids: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor: ...
 
 
 class PagedAttention(Protocol):

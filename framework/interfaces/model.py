@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
 from workerkit.framework.errors import UnsupportedError
+from workerkit.framework.interfaces.families import GatedDeltaConfig, Mamba2Config, MLAConfig, VisionConfig
 
 if TYPE_CHECKING:
     import torch
 
     from workerkit.framework.interfaces.kv_cache import AttentionLayer
+    from workerkit.framework.interfaces.lora import AdaptedLinear
     from workerkit.framework.interfaces.recurrent import RecurrentBatch, RecurrentLayer
     from workerkit.framework.interfaces.sections import QuantizationSection
+    from workerkit.framework.interfaces.vision import VisionTower
 
 
 @attrs.frozen(kw_only=True)
@@ -35,6 +38,7 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    mrope_section: tuple[int, ...] = ()  # frequencies that turn by time, height and width; (): positions are plain
 
 
 @attrs.frozen(kw_only=True)
@@ -45,6 +49,12 @@ class MoEConfig:
     num_experts_per_tok: int
     intermediate_size: int  # of one expert
     normalize: bool = True  # weights of a token's experts add up to 1
+    routing: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with a bias that serves the choice alone, in groups
+    num_groups: int = 1  # sigmoid: experts lie in so many groups of one size,
+    top_k_groups: int = 1  # of which so many are open to a token
+    scaling: float = 1.0  # sigmoid: multiplies all weights
+    shared_intermediate_size: int = 0  # of the MLP that every token goes through beside its experts; 0: there is none
+    mxfp4: bool = False  # the file has them in 4-bit floats, in groups of 32 with a scale
     sparse_layers: tuple[int, ...]  # all others have a plain MLP
 
 
@@ -73,10 +83,16 @@ class ModelConfig:
     sandwich_norms: bool = False  # what attention and MLP return has a norm, too, before it is added to the stream
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # multiplies query · key; None: head_dim ** -0.5
+    attention_sinks: bool = False  # see AttentionLayer.has_sinks
     local_rope: RopeConfig | None = None  # of layers with a sliding window; None: as all others
     sliding_windows: tuple[int | None, ...] = ()  # one entry a layer: tokens a query may see, itself included
     moe: MoEConfig | None = None
+    mla: MLAConfig | None = None  # attention is multi-head latent attention
+    num_nextn_predict_layers: int = 0  # layers behind the last in the checkpoint that draft (MTP)
     recurrent_layers: tuple[int, ...] = ()  # numbers of the layers without attention
+    gated_delta: GatedDeltaConfig | None = None  # of recurrent layers that are such
+    mamba2: Mamba2Config | None = None  # of recurrent layers that are such
+    vision: VisionConfig | None = None  # of models that see pictures
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # what the checkpoint was saved in
@@ -184,6 +200,11 @@ class Network(abc.ABC):
         return ()
 
     @property
+    def vision(self) -> VisionTower | None:
+        """What turns pictures into embeddings; None for models of text alone."""
+        return None
+
+    @property
     @abc.abstractmethod
     def tap_points(self) -> tuple[str, ...]:
         """Names of the hidden states that can be asked for: `embed`, `layers.0` … (the stream leaving that layer)."""
@@ -199,6 +220,15 @@ class Network(abc.ABC):
     @abc.abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, H] -> float32 [N, vocab_size]."""
+
+    def linears(self) -> Mapping[str, tuple[AdaptedLinear, str]]:
+        """Checkpoint name of each weight that adapters may correct (`model.layers.0.self_attn.q_proj`) -> its layer,
+        and the name of its projection there."""
+        return {}
+
+    def canonical_name(self, name: str) -> str | None:
+        """What a tensor of a checkpoint is called here, as `linears` does; None: it is of no use."""
+        return name
 
     def quantize(self, section: QuantizationSection) -> None:
         """How `load_weights`, which comes later, is to keep matrices of each kind. Raises UnsupportedError when the

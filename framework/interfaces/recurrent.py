@@ -35,10 +35,11 @@ class RecurrentBatch:
 
     A slot owns K + 1 rows of each state tensor. Row 0 of them holds the state behind a request's last token; after a
     row that verifies drafts, row j holds the state behind its j-th token, since nobody knows yet which of them stay.
-    An op reads all of a row's initial state before it writes any: they may be the same.
+    An op reads all of a row's initial state before it writes any: they may be the same. It writes to no other rows than
+    `token_states` names.
     """
 
-    states: tuple[tuple[torch.Tensor, ...], ...]  # [layer][state]: [S, *shape], S = max_num_reqs * (K + 1)
+    states: tuple[tuple[torch.Tensor, ...], ...]  # [layer][state]: [S, *shape], S > max_num_reqs * (K + 1)
     initial: torch.Tensor  # [num_reqs] int64: where each row of the batch goes on from; zeros are there for a new one
     token_states: torch.Tensor  # [T] int64: row that takes the state behind this token, -1: nobody asks for it
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32

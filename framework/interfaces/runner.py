@@ -14,13 +14,13 @@ from workerkit.framework.interfaces.extensions import (
     Encoder,
     EPLBController,
     KVConnector,
-    LoRA,
     ModelState,
     PCPManager,
     PipelineStage,
 )
 from workerkit.framework.interfaces.graph import EncoderGraphManager, GraphManager
 from workerkit.framework.interfaces.kv_cache import KVCacheManager
+from workerkit.framework.interfaces.lora import LoRA
 from workerkit.framework.interfaces.observer import Observer, StepHooks
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
 from workerkit.framework.interfaces.sampling import Grammar, Sampler

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 from attrs import validators
+
+if TYPE_CHECKING:
+    from workerkit.framework.interfaces.kv_cache import AttentionLayer
 
 
 def _positive_or_none(instance: object, attribute: attrs.Attribute[int | None], value: int | None) -> None:
@@ -19,15 +24,17 @@ Quantization = Literal["none", "keep", "int8", "w8a8"]
 @attrs.frozen(kw_only=True)
 class QuantizationSection:
     """How matrices of each kind are kept. `none`: in model.dtype. `keep`: as the file has them, GGUF's Q4_0, Q4_1 and
-    Q8_0 packed, anything else in model.dtype. `int8`: rounded to 8 bits, with a scale for each output channel. `w8a8`:
-    likewise, and activations are rounded to 8 bits for each token in every product."""
+    Q8_0 packed, MXFP4 in 8 bits that hold the same values, anything else in model.dtype. `int8`: rounded to 8 bits, a
+    scale for each output channel. `w8a8`: likewise, and activations are rounded to 8 bits for each token in every
+    product."""
 
     default: Quantization = attrs.field(default="none", metadata={"doc": "for the kinds that are not named"})
     attention: Quantization | None = attrs.field(
-        default=None, metadata={"doc": "projections to queries, keys and values, and back; null takes `default`"}
+        default=None, metadata={"doc": "projections of attention and of recurrent layers; null takes `default`"}
     )
     mlp: Quantization | None = attrs.field(
-        default=None, metadata={"doc": "projections of the MLP; null takes `default`"}
+        default=None,
+        metadata={"doc": "projections of the MLP, of each expert where there are such; null takes `default`"},
     )
     embedding: Quantization | None = attrs.field(
         default=None, metadata={"doc": "embeddings, unless they are the head as well; null takes `default`"}
@@ -100,6 +107,63 @@ class LimitsSection:
     seed: int = attrs.field(default=0, validator=validators.ge(0), metadata={"doc": "seed of random weights"})
 
 
+KVQuantization = Literal["none", "int8"]
+
+
+def _layer_ranges(
+    instance: object, attribute: attrs.Attribute[Mapping[str, KVQuantization]], value: Mapping[str, KVQuantization]
+) -> None:
+    named: set[int] = set()
+    for text in value:
+        if not (layers := _layer_range(text)):
+            raise ValueError(f"{text!r} is no layer number and no range of them: right would be '3' or '0-3'")
+        if twice := named.intersection(layers):
+            raise ValueError(f"layer {min(twice)} is named more than once")
+        named.update(layers)
+
+
+def _layer_range(text: str) -> range:
+    """Empty when it is none."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+
+
+@attrs.frozen(kw_only=True)
+class CacheQuantization:
+    """How keys and values are kept. `none`: in model.dtype. `int8`: rounded to 8 bits, with a float32 scale for each
+    token and head. A draft's are kept in model.dtype."""
+
+    default: KVQuantization = attrs.field(default="none", metadata={"doc": "for the layers that are not named"})
+    full: KVQuantization | None = attrs.field(
+        default=None, metadata={"doc": "layers whose queries see all keys before them; null takes `default`"}
+    )
+    sliding: KVQuantization | None = attrs.field(
+        default=None, metadata={"doc": "layers with a sliding window; null takes `default`"}
+    )
+    layers: Mapping[str, KVQuantization] = attrs.field(
+        factory=dict,
+        validator=_layer_ranges,
+        metadata={"doc": "by number, '3' or '0-3', counted over the attention layers from 0; wins over kinds"},
+    )
+
+    @property
+    def numbers(self) -> dict[int, KVQuantization]:
+        """Of the layers that have a choice of their own."""
+        return {number: choice for text, choice in self.layers.items() for number in _layer_range(text)}
+
+    @property
+    def uses(self) -> set[KVQuantization]:
+        """All that are chosen."""
+        return {choice for choice in (self.default, self.full, self.sliding, *self.layers.values()) if choice}
+
+    def of(self, layer: AttentionLayer) -> KVQuantization:
+        """What is chosen for a layer."""
+        if layer.is_draft:
+            return "none"
+        kind = self.full if layer.sliding_window is None else self.sliding
+        return self.numbers.get(layer.index) or kind or self.default
+
+
 @attrs.frozen(kw_only=True)
 class CacheSection:
     """The paged KV cache. `num_blocks` wins over `memory_bytes`, which wins over `memory_fraction`."""
@@ -118,11 +182,15 @@ class CacheSection:
         validator=_positive_or_none,
         metadata={"doc": "number of blocks, block 0 included, which is never handed out"},
     )
+    quantization: CacheQuantization = attrs.field(
+        factory=CacheQuantization,
+        metadata={"doc": "how keys and values are kept; a plain string is for all layers"},
+    )
     state_interval: int | None = attrs.field(
         default=None,
         validator=_positive_or_none,
         metadata={
-            "doc": "tokens between copies of a recurrent state for the prefix cache, a multiple of block_size; null "
-            "takes as many as make a copy no larger than the keys and values between two of them"
+            "doc": "tokens between copies of a recurrent state for the prefix cache, a multiple of all groups' block "
+            "sizes; null takes as many as make a copy no larger than the keys and values between two of them"
         },
     )

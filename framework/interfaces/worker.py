@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -72,6 +73,24 @@ class Worker(abc.ABC):
     @abc.abstractmethod
     def check_request(self, params: SamplingParams) -> None:
         """Raises RequestError for parameters that this worker's parts cannot serve. After `initialize_kv_cache`."""
+
+    @property
+    @abc.abstractmethod
+    def adapters(self) -> Mapping[str, str]:
+        """Name of each adapter that requests may use -> what identifies its weights. After `load_model`."""
+
+    @property
+    @abc.abstractmethod
+    def accepts_images(self) -> bool:
+        """Whether requests may have pictures. After `load_model`."""
+
+    @abc.abstractmethod
+    def load_adapter(self, name: str, source: str) -> None:
+        """See LoRA.load."""
+
+    @abc.abstractmethod
+    def remove_adapter(self, name: str) -> None:
+        """See LoRA.remove."""
 
     @abc.abstractmethod
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:

@@ -26,17 +26,18 @@ from workerkit.framework.interfaces.extensions import (
     EPLBController,
     EPLBPolicy,
     KVConnector,
-    LoRA,
     ModelState,
     PCPManager,
 )
 from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape, EncoderGraphManager, GraphManager
 from workerkit.framework.interfaces.kernels import OPS, KernelLibrary, Kernels, Program
 from workerkit.framework.interfaces.kv_cache import BatchTables, KVCaches
+from workerkit.framework.interfaces.lora import LoRA
 from workerkit.framework.interfaces.model import LoadedModel, ModelInputs, ModelOutput
 from workerkit.framework.interfaces.observer import Observer
 from workerkit.framework.interfaces.request import ModelRunnerOutput, SchedulerOutput
 from workerkit.framework.interfaces.sampling import SamplerOutput
+from workerkit.framework.interfaces.vision import Grid, VisionOutput
 from workerkit.framework.testing.fakes_graph import FakeGraphDevice
 from workerkit.framework.testing.fakes_model import FAKE_MODEL
 
@@ -111,7 +112,10 @@ class FakePool(MemoryPool):
         self._tensors: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def track(self, tag: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._tensors[tag] = tensors
+        self._tensors[tag] = (*self._tensors.get(tag, ()), *tensors)
+
+    def forget(self, tag: str) -> None:
+        self._tensors.pop(tag, None)
 
     def discard(self, tag: str) -> int:
         tensors = self._tensors.get(tag, ())
@@ -231,6 +235,9 @@ class FakeEncoderGraph(EncoderGraphManager):
     def capture(self) -> None:
         """There is no encoder."""
 
+    def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[VisionOutput]:
+        raise UnsupportedError("the fake network sees no pictures")
+
 
 class FakeModelState(ModelState):
     """Keeps nothing, and hands the backend a mark."""
@@ -246,7 +253,20 @@ class FakeModelState(ModelState):
 
 
 class FakeLoRA(LoRA):
-    """No adapter."""
+    """Adapters that change nothing."""
+
+    def __init__(self) -> None:
+        self._adapters: dict[str, str] = {}
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._adapters
+
+    def load(self, name: str, source: str) -> None:
+        self._adapters[name] = source
+
+    def remove(self, name: str) -> None:
+        del self._adapters[name]
 
     def activate(self, batch: InputBatch) -> None:
         """The base model for every row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from workerkit.framework.errors import RequestError, StageError
 from workerkit.framework.interfaces.engine import (
@@ -15,6 +15,7 @@ from workerkit.framework.interfaces.engine import (
     FinishReason,
     Progress,
     Prompt,
+    PromptInputs,
     RequestDelta,
     Scheduler,
 )
@@ -261,7 +262,9 @@ class FakeEngine(Engine):
         priority: int = 0,
         cache_identity: CacheIdentity | None = None,
     ) -> str:
-        ids = tuple(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        inputs = prompt if isinstance(prompt, PromptInputs) else PromptInputs(prompt=prompt)
+        text = inputs.prompt
+        ids = tuple(self._tokenizer.encode(text) if isinstance(text, str) else text)
         if not ids:
             raise RequestError("the prompt is empty")
         self._count += 1
@@ -277,6 +280,7 @@ class FakeEngine(Engine):
                 stop_ids=frozenset((*params.stop_token_ids, *eos_ids)),
                 priority=priority,
                 cache_identity=cache_identity or CacheIdentity(),
+                lora=inputs.lora,
             )
         )
         self._prompts[req_id], self._texts[req_id] = ids, self._tokenizer.detokenizer(ids)
@@ -311,16 +315,18 @@ class FakeEngine(Engine):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_progress: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        several: Sequence[Any] = [prompts] if one else prompts
+        one = isinstance(prompts, str | PromptInputs) or (bool(prompts) and isinstance(prompts[0], int))
+        several = cast("Sequence[Prompt]", [prompts] if one else prompts)
         each = [params] * len(several) if params is None or isinstance(params, SamplingParams) else params
         results = []
         for prompt, param in zip(several, each, strict=True):
-            deltas = [*self.stream(prompt, param)]
+            req_id = self.add_request(prompt, param)
+            ids = self._prompts[req_id]
+            deltas = [*self._deltas(req_id)]
             results.append(
                 Completion(
                     req_id=deltas[-1].req_id,
-                    prompt_token_ids=tuple(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
+                    prompt_token_ids=ids,
                     token_ids=tuple(t for delta in deltas for t in delta.token_ids),
                     text="".join(delta.text for delta in deltas),
                     finish_reason=deltas[-1].finish_reason or "stop",
@@ -331,14 +337,16 @@ class FakeEngine(Engine):
         return results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestDelta]:
-        req_id = self.add_request(prompt, params)
+        yield from self._deltas(self.add_request(prompt, params))
+
+    def _deltas(self, req_id: str) -> Iterator[RequestDelta]:
         while req_id in self._prompts:
             yield from (delta for delta in self.step() if delta.req_id == req_id)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, lora: str | None = None
     ) -> Iterator[RequestDelta]:
-        return self.stream(self._chat_template().render(messages), params)
+        return self.stream(PromptInputs(prompt=self._chat_template().render(messages), lora=lora), params)
 
     @property
     def has_unfinished(self) -> bool:

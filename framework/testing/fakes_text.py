@@ -10,6 +10,7 @@ import numpy as np
 
 from workerkit.framework.errors import RequestError
 from workerkit.framework.interfaces.sampling_params import StructuredOutputsParams
+from workerkit.framework.interfaces.image import ImageProcessor, ProcessedImage
 from workerkit.framework.interfaces.structured import GrammarMatcher, StructuredOutputs
 from workerkit.framework.interfaces.text import ChatTemplate, Detokenizer, Tokenizer
 from workerkit.framework.testing.fakes_model import FAKE_VOCAB
@@ -71,6 +72,18 @@ class FakeTokenizer(Tokenizer):
     @property
     def special_token_ids(self) -> frozenset[int]:
         return frozenset((256, 257))
+
+
+class FakeImageProcessor(ImageProcessor):
+    """A picture is one patch a byte, and takes a token for each."""
+
+    @property
+    def placeholder_id(self) -> int:
+        return 0
+
+    def process(self, data: bytes) -> ProcessedImage:
+        pixels = np.frombuffer(data, np.uint8).astype(np.float32)[:, None]
+        return ProcessedImage(pixels=pixels, grid=(1, 1, len(data)), num_tokens=len(data), digest=data.hex())
 
 
 class FakeChatTemplate(ChatTemplate):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workerkit.framework.errors import StageError
@@ -9,6 +10,7 @@ from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext, DeviceRuntime, ParallelGroups
 from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.kv_cache import KVCacheManager, KVLayout
+from workerkit.framework.interfaces.lora import LoRA
 from workerkit.framework.interfaces.model import LoadedModel
 from workerkit.framework.interfaces.observer import StepHooks
 from workerkit.framework.interfaces.request import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepOutput
@@ -42,6 +44,7 @@ class FakeWorker(Worker):
         shape: Later[WorkerShape],
         loaded: Later[LoadedModel],
         draft: Later[DraftWeights],
+        lora: Later[LoRA],
         runner: Later[ModelRunner],
         extensions: tuple[WorkerExtension, ...],
         stage: KVStage,
@@ -56,6 +59,7 @@ class FakeWorker(Worker):
         self._shape = shape
         self._loaded = loaded
         self._draft = draft
+        self._lora = lora
         self._runner = runner
         self._extensions = ExtensionMethods(extensions)
         self._stage = stage
@@ -103,6 +107,20 @@ class FakeWorker(Worker):
 
     def check_request(self, params: SamplingParams) -> None:
         self._runner().check_request(params)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self._lora().adapters
+
+    @property
+    def accepts_images(self) -> bool:
+        return False
+
+    def load_adapter(self, name: str, source: str) -> None:
+        self._lora().load(name, source)
+
+    def remove_adapter(self, name: str) -> None:
+        self._lora().remove(name)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
         return self._runner().execute_model(output)

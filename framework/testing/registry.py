@@ -72,6 +72,7 @@ class FakesPlugin:
             (roles.SCHEDULER, fakes_engine.FakeScheduler),
             (roles.TOKENIZER, fakes_text.FakeTokenizer),
             (roles.CHAT_TEMPLATE, fakes_text.FakeChatTemplate),
+            (roles.IMAGE_PROCESSOR, fakes_text.FakeImageProcessor),
             (roles.STRUCTURED_OUTPUTS, fakes_text.FakeStructuredOutputs),
             (roles.ENGINE, fakes_engine.FakeEngine),
         )

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def _gather(cache: torch.Tensor, block_table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """cache [blocks, b, Nk, D], block_table [B, W] -> [B, Nk, W * b, D]."""
     rows = cache.index_select(0, block_table.flatten())
     return rows.view(block_table.shape[0], -1, *cache.shape[2:]).transpose(1, 2).to(dtype)
+
+
+def _widened(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query [T, Nq, D], keys [..., S, D], values [..., S, Dv] -> the same, all of one width, without which torch does
+    not use its flash kernel. With sinks there is one more key, last, of value 0: an element that is 1 there and 0 in
+    other keys makes its score the head's sink."""
+    dim, more = query.shape[-1], int(sinks is not None)
+    width = max(dim + more, values.shape[-1])
+
+    def widened(tensor: torch.Tensor, more: int) -> torch.Tensor:
+        missing = width - tensor.shape[-1]
+        return pad(tensor, (0, missing, 0, more)) if missing or more else tensor
+
+    query, keys, values = widened(query, 0), widened(keys, more), widened(values, more)
+    if sinks is not None:
+        query[..., dim] = sinks / scale
+        keys[..., -1, dim] = 1
+    return query, keys, values
 
 
 def decode_attention(
@@ -21,15 +41,18 @@ def decode_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True where a key is seen.
+    """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True for keys seen; sinks [Nq].
 
     The query heads of a group become rows of one small matrix, so a key is read once a group, not once a head.
     """
     keys = _gather(key_cache, block_table, query.dtype)
     values = _gather(value_cache, block_table, query.dtype)
+    query, keys, values = _widened(query, keys, values, scale, sinks)
+    if sinks is not None:
+        mask = pad(mask, (0, 1), value=True)
     folded = query.view(query.shape[0], keys.shape[1], -1, query.shape[2])
     output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask[:, None, None, :], scale=scale)
-    return output.reshape(query.shape)
+    return output.reshape(query.shape)[..., : value_cache.shape[-1]]
 
 
 def prefill_attention(
@@ -42,8 +65,8 @@ def prefill_attention(
     sliding_window: int | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len."""
-    num_queries, num_heads, head_dim = query.shape
+    """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len; sinks [Nq]."""
+    num_queries, num_heads = query.shape[:2]
     block_size, num_kv_heads = key_cache.shape[1:3]
     first_query = seq_len - num_queries
     first_key = 0
@@ -55,14 +78,15 @@ def prefill_attention(
     # The groups are the batch and a group's keys are repeated by a stride of 0: nothing is copied, and causality holds.
     group = num_heads // num_kv_heads
     keys, values = (
-        _gather(cache, blocks, query.dtype)[0, :, None, : seq_len - first_key].expand(-1, group, -1, -1)
-        for cache in (key_cache, value_cache)
+        _gather(cache, blocks, query.dtype)[0, :, None, : seq_len - first_key] for cache in (key_cache, value_cache)
     )
-    folded = query.transpose(0, 1).view(num_kv_heads, group, num_queries, head_dim)
+    query, keys, values = _widened(query, keys, values, scale, sinks)
+    keys, values = keys.expand(-1, group, -1, -1), values.expand(-1, group, -1, -1)
+    folded = query.transpose(0, 1).view(num_kv_heads, group, num_queries, -1)
     windowed = sliding_window is not None and sliding_window < seq_len
     if num_queries == 1 and not windowed:
         output = scaled_dot_product_attention(folded, keys, values, scale=scale)
-    elif num_queries == seq_len and not windowed:
+    elif num_queries == seq_len and not windowed and sinks is None:
         output = scaled_dot_product_attention(folded, keys, values, is_causal=True, scale=scale)
     else:
         positions = torch.arange(first_key, seq_len, device=query.device)
@@ -70,5 +94,7 @@ def prefill_attention(
         mask = positions <= queries
         if sliding_window is not None:
             mask &= positions > queries - sliding_window
+        if sinks is not None:
+            mask = pad(mask, (0, 1), value=True)
         output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
-    return output.view(num_heads, num_queries, head_dim).transpose(0, 1)
+    return output.view(num_heads, num_queries, -1).transpose(0, 1)[..., : value_cache.shape[-1]]

@@ -19,5 +19,5 @@ def reshape_and_cache(
     if int(slots.min()) < 0:
         written = (slots >= 0).nonzero().flatten()
         slots, key, value = slots[written], key[written], value[written]
-    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slots, key.to(key_cache.dtype))
-    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slots, value.to(value_cache.dtype))
+    key_cache.flatten(0, 1).index_copy_(0, slots, key.to(key_cache.dtype))
+    value_cache.flatten(0, 1).index_copy_(0, slots, value.to(value_cache.dtype))

@@ -1,32 +1,32 @@
-"""Mixtures of experts, one product for all tokens of an expert."""
+"""Mixtures of experts, all tokens of an expert at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-from workerkit.kernels.reference.experts import PlainExperts
 
+def experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    mlps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+) -> torch.Tensor:
+    """x [T, H], expert_ids [T, k] int64, their weights [T, k] float32, a function [N, H] -> [N, H] for each expert ->
+    [T, H]: the sum, in float32, of what a token's experts make of it times their weights.
 
-class GroupedExperts(PlainExperts):
-    """Tokens are sorted by expert, so that each expert that any token goes to is read and multiplied by once."""
-
-    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
-        """x [T, H], expert_ids [T, k] int64 and their weights [T, k] float32 -> [T, H], the weighted sum."""
-        per_token = expert_ids.shape[1]
-        order = expert_ids.flatten().argsort(stable=True)
-        tokens = order // per_token
-        counts = torch.bincount(expert_ids.flatten(), minlength=len(self.gate_up)).tolist()
-        outputs = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
-        pieces = zip(torch.split(x[tokens], counts), torch.split(outputs, counts), strict=True)
-        for expert, (rows, target) in enumerate(pieces):  # over the experts: their products differ in size
-            if len(rows):
-                target.copy_(self._one(rows, expert))
-        weighted = outputs.float() * expert_weights.flatten()[order].unsqueeze(1)
-        # A token's parts in the order in which its router named them, whatever the other tokens are.
-        result = torch.empty_like(weighted).index_copy_(0, order, weighted)
-        return result.view(len(x), per_token, -1).sum(1).to(x.dtype)
-
-
-def experts(gate_up: torch.Tensor, down: torch.Tensor) -> GroupedExperts:
-    """gate_up [E, 2 I, H], down [E, H, I] -> the experts that tokens are sent to."""
-    return GroupedExperts(gate_up, down)
+    An expert that any token goes to is read once. A token's parts are added up in the order in which its router named
+    them: what comes out has the same bits whatever the other tokens are, if that holds for each expert.
+    """
+    per_token = expert_ids.shape[1]
+    chosen = expert_ids.flatten()
+    order = chosen.argsort(stable=True)
+    used, counts = torch.unique_consecutive(chosen[order], return_counts=True)
+    parts = x.new_empty(len(chosen), x.shape[1])
+    for expert, places in zip(used.tolist(), torch.split(order, counts.tolist()), strict=True):
+        parts[places] = mlps[expert](x[places // per_token])
+    result = torch.zeros_like(x, dtype=torch.float32)
+    for part, weight in zip(parts.view(-1, per_token, x.shape[1]).unbind(1), expert_weights.unbind(1), strict=True):
+        result += part.float() * weight[:, None]
+    return result.to(x.dtype)

@@ -18,6 +18,7 @@ def _attend(
     group = query.shape[1] // keys.shape[1]
     wide_keys = keys.float().repeat_interleave(group, dim=1)
     wide_values = values.float().repeat_interleave(group, dim=1)
+    wide_values = wide_values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # NaN, perhaps: of another owner
     scores = torch.einsum("qnd,snd->nqs", query.float(), wide_keys) * scale
     scores = scores.masked_fill(~seen, float("-inf"))
     blind = ~seen.any(-1, keepdim=True)
@@ -49,9 +50,13 @@ def prefill_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len; sinks [Nq]."""
-    keys = key_cache[block_ids.long()].flatten(0, 1)[:seq_len]
-    values = value_cache[block_ids.long()].flatten(0, 1)[:seq_len]
-    return _attend(query, keys, values, _seen(query.shape[0], seq_len, sliding_window, query.device), scale, sinks)
+    first, block_size = 0, key_cache.shape[1]
+    if sliding_window is not None:  # what lies in blocks that no query sees may be of another request, or no number
+        first = max(0, seq_len - len(query) - sliding_window + 1) // block_size * block_size
+    blocks = block_ids[first // block_size :].long()
+    keys, values = (cache[blocks].flatten(0, 1)[: seq_len - first] for cache in (key_cache, value_cache))
+    seen = _seen(query.shape[0], seq_len, sliding_window, query.device)[:, first:]
+    return _attend(query, keys, values, seen, scale, sinks)
 
 
 def paged_attention(

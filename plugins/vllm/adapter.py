@@ -15,12 +15,10 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, LogprobsLists, LogprobsTensors
 from vllm.v1.outputs import ModelRunnerOutput as VllmOutput
 
 from workerkit.framework.errors import RequestError, UnsupportedError, WorkerkitError
-from workerkit.framework.interfaces.kv_cache import AttentionLayer, KVCacheGroup, KVCacheSpec, KVLayout
 from workerkit.framework.interfaces.request import (
     CachedRequest,
     GrammarOutput,
@@ -29,12 +27,24 @@ from workerkit.framework.interfaces.request import (
     NewRequest,
     SchedulerOutput,
 )
+from workerkit.plugins.vllm.adapters import Adapters
+from workerkit.plugins.vllm.cache import Blocks
 from workerkit.plugins.vllm.params import sampling_params, unserved
+from workerkit.plugins.vllm.pictures import pictures
 
 # Fields of vLLM's values that are translated, and those that the worker need not know. Any other must be empty, those
 # of later versions included.
 _OF_A_REQUEST = frozenset(
-    {"req_id", "prompt_token_ids", "sampling_params", "block_ids", "num_computed_tokens", "prefill_token_ids"}
+    {
+        "req_id",
+        "prompt_token_ids",
+        "sampling_params",
+        "block_ids",
+        "num_computed_tokens",
+        "prefill_token_ids",
+        "lora_request",
+        "mm_features",
+    }
 )
 _OF_A_STEP = frozenset(
     {
@@ -56,6 +66,7 @@ _OF_THE_SCHEDULER = frozenset(
         "num_invalid_spec_tokens",
         "num_spec_tokens_to_schedule",
         "num_common_prefix_blocks",
+        "scheduled_encoder_inputs",  # our encoder finds what a step needs, and keeps what it has room for
         "scheduled_encoder_input_stats",
         "free_encoder_mm_hashes",
         "kv_connector_block_state",
@@ -100,12 +111,15 @@ class Step:
 
 
 class Requests:
-    """What vLLM has told of its requests. `check` raises RequestError for one that the worker cannot serve; `seed`:
-    where seeds of requests that bring none are drawn from, the same on all ranks."""
+    """What vLLM has told of its requests. `check` raises RequestError for one that the worker cannot serve; `adapters`
+    loads those that requests name; `seed`: where seeds of requests that bring none are drawn from, the same on all
+    ranks."""
 
-    def __init__(self, check: Callable[[NewRequest], None], seed: int) -> None:
+    def __init__(self, check: Callable[[NewRequest], None], adapters: Adapters, seed: int) -> None:
         self._check = check
+        self._adapters = adapters
         self._random = random.Random(seed)
+        self.blocks = Blocks()  # as vLLM's groups have them, until the cache is cut
         self._live: dict[str, _Live] = {}
         self._refused: dict[str, str] = {}  # vLLM goes on to schedule them until it has heard
 
@@ -121,6 +135,8 @@ class Requests:
             self._refused.pop(req_id, None)
         for req_id in leaving & self._live.keys():
             self._live[req_id].stay = None
+        finished = frozenset(scheduled.finished_req_ids)
+        self._adapters.begin()
         new = self._read_new(scheduled, leaving)
         cached = self._read_cached(scheduled, leaving, new)
         fresh = {request.req_id for request in new}
@@ -140,9 +156,9 @@ class Requests:
                 cached_requests=tuple(cached),
                 num_scheduled_tokens=counts,
                 scheduled_drafts=drafts,
-                finished_req_ids=frozenset(scheduled.finished_req_ids),
+                finished_req_ids=finished,
                 preempted_req_ids=frozenset(leaving),
-                blocks_to_zero=tuple(scheduled.new_block_ids_to_zero or ()),
+                blocks_to_zero=(*(scheduled.new_block_ids_to_zero or ()), *self.blocks.to_zero(new, cached)),
                 block_copies=tuple(map(tuple, scheduled.kv_cache_block_copies or ())),
             ),
             req_ids=tuple(scheduled.num_scheduled_tokens),
@@ -171,9 +187,12 @@ class Requests:
             try:
                 new.append(self._enter(self._new(data, known)))
             except (WorkerkitError, ValueError, TypeError) as error:
-                self._refused[data.req_id] = str(error.args[0])  # those of attrs carry more than the message
-                self._live.pop(data.req_id, None)
+                self._refuse(data.req_id, error)
         return new
+
+    def _refuse(self, req_id: str, error: Exception) -> None:
+        self._refused[req_id] = str(error.args[0])  # those of attrs carry more than the message
+        self._live.pop(req_id, None)
 
     def _new(self, data: Any, known: _Live | None) -> NewRequest:
         problems = [*_set_beyond(data, _OF_A_REQUEST)]
@@ -192,10 +211,13 @@ class Requests:
             prompt_len=len(data.prompt_token_ids),
             sampling=sampling,
             stop_ids=frozenset(data.sampling_params.all_stop_token_ids),
-            block_ids=tuple(map(tuple, data.block_ids)),
+            block_ids=self.blocks.of_groups(data.block_ids),
             num_computed_tokens=data.num_computed_tokens,
+            images=pictures(data.mm_features),
+            lora=self._adapters.name(data.lora_request),
         )
         self._check(request)
+        self._adapters.use(request.lora)
         return request
 
     def _read_cached(self, scheduled: Any, leaving: set[str], new: list[NewRequest]) -> list[CachedRequest]:
@@ -209,16 +231,21 @@ class Requests:
                     CachedRequest(
                         req_id=req_id,
                         num_computed_tokens=computed,
-                        new_block_ids=() if blocks is None else tuple(map(tuple, blocks)),
+                        new_block_ids=self.blocks.of_groups(blocks),
                     )
                 )
                 continue
             if live.stay:
                 leaving.add(req_id)
+            try:
+                self._adapters.use(live.request.lora)
+            except WorkerkitError as error:
+                self._refuse(req_id, error)
+                continue
             request = attrs.evolve(
                 live.request,
                 token_ids=tuple(data.all_token_ids[req_id]),
-                block_ids=tuple(map(tuple, blocks)),
+                block_ids=self.blocks.of_groups(blocks),
                 num_computed_tokens=computed,
             )
             new.append(self._enter(request))
@@ -331,38 +358,3 @@ def _prompts(step: Step, tokens: Sequence[Sequence[int]]) -> dict[str, LogprobsT
 
 def _joined(pieces: list[np.ndarray], none: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(pieces or [none]))
-
-
-# The KV cache
-
-
-def specs_of_layers(layout: KVLayout, layers: Sequence[AttentionLayer]) -> dict[str, Any]:
-    """vLLM's KVCacheSpec of each layer, by name."""
-    specs = _specs(layout)
-    return {layer.name: _vllm_spec(specs[layer.index]) for layer in layers}
-
-
-def layout_of(config: Any, planned: KVLayout, layers: Sequence[AttentionLayer]) -> KVLayout:
-    """A vLLM KVCacheConfig as our layout. `planned` says what the layers need, in whatever groups."""
-    specs, index_of = _specs(planned), {layer.name: layer.index for layer in layers}
-    groups = []
-    for group in config.kv_cache_groups:
-        indices = tuple(index_of[name] for name in group.layer_names)
-        groups.append(KVCacheGroup(spec=specs[indices[0]], layers=indices))
-    return attrs.evolve(planned, num_blocks=config.num_blocks, groups=tuple(groups))
-
-
-def _specs(layout: KVLayout) -> dict[int, KVCacheSpec]:
-    return {index: group.spec for group in layout.groups for index in group.layers}
-
-
-def _vllm_spec(spec: KVCacheSpec) -> Any:
-    common = {
-        "block_size": spec.block_size,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_dim,
-        "dtype": getattr(torch, spec.dtype),
-    }
-    if spec.sliding_window is None:
-        return FullAttentionSpec(**common)
-    return SlidingWindowSpec(**common, sliding_window=spec.sliding_window)

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cpu import CpuPlatform
 
+from workerkit.components.loader.hf_config import read_hf_config
 from workerkit.framework.checks import parts
-from workerkit.framework.errors import ConfigError, did_you_mean
+from workerkit.framework.errors import ConfigError, WorkerkitError, did_you_mean
 from workerkit.framework.interfaces.runner import ModelRunner
 from workerkit.framework.interfaces.sampling import SlotPart
 from workerkit.framework.interfaces.sections import CacheSection, LimitsSection
@@ -23,6 +24,7 @@ from workerkit.plugins.vllm.params import sampling_params, served_extra_args, un
 _log = logging.getLogger(__name__)
 _HERE = "workerkit.plugins.vllm"
 _WORKER = f"{_HERE}.worker.VllmWorker"
+_UNSEEN = {"video": 0, "audio": 0}  # how many of each a prompt may have
 _SCHEDULERS = {True: f"{_HERE}.scheduler.FailingAsyncScheduler", False: f"{_HERE}.scheduler.FailingScheduler"}
 
 
@@ -106,7 +108,7 @@ def _foreign_classes(vllm_config: Any) -> Iterator[str]:
 
 def _update(vllm_config: Any, plan: Plan) -> None:
     """vLLM's configuration for the worker of that plan."""
-    from vllm.config import CompilationMode, CUDAGraphMode, SpeculativeConfig
+    from vllm.config import CompilationMode, CUDAGraphMode, MultiModalConfig, SpeculativeConfig
 
     scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
     vllm_config.parallel_config.worker_cls = _WORKER
@@ -115,6 +117,16 @@ def _update(vllm_config: Any, plan: Plan) -> None:
         _log.info("asynchronous scheduling is off: %s", why)
         scheduler.async_scheduling = False
     scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
+    if vllm_config.cache_config.enable_prefix_caching and _keeps_states(vllm_config):
+        _log.info(
+            "prefix caching is off: the model has recurrent layers, and vLLM's blocks hold nothing of their states"
+        )
+        vllm_config.cache_config.enable_prefix_caching = False
+        vllm_config.cache_config.mamba_cache_mode = "none"  # no longer what prefix caching asks for
+    if (multimodal := vllm_config.model_config.multimodal_config) is not None:
+        # Our towers take normalised pixels. And what is no picture is refused by vLLM, with HTTP 400.
+        multimodal.mm_device_do_normalize = False
+        multimodal.limit_per_prompt.update(MultiModalConfig(limit_per_prompt=_UNSEEN).limit_per_prompt)
     # vLLM makes room for drafts when it has a speculative_config. It checks that again when its engine starts: of the
     # methods without a draft model, this alone goes with asynchronous scheduling. vLLM's scheduler knows no methods.
     if (count := plan.sections[LimitsSection].num_speculative_tokens) and vllm_config.speculative_config is None:
@@ -132,6 +144,13 @@ def _update(vllm_config: Any, plan: Plan) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # torch's threads do not survive a fork
     # vLLM would leave a worker in a process of its own all cores but one; the worker's threads wait for nobody.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def _keeps_states(vllm_config: Any) -> bool:
+    try:
+        return bool(read_hf_config(settings.model_folder(vllm_config)).recurrent_layers)
+    except WorkerkitError:
+        return False  # the worker reads it, too, and says what is wrong with it
 
 
 def _why_steps_wait(plan: Plan) -> str | None:

@@ -1,6 +1,8 @@
-"""vLLM's schedulers, which end a request with an error when our worker says that it failed.
+"""vLLM's schedulers, which end a request with an error when our worker says that it failed, and send whole pictures.
 
-A worker of vLLM's has no other way to say so: an exception ends the engine, and with it every request.
+A worker of vLLM's has no other way to say so: an exception ends the engine, and with it every request. And vLLM leaves
+out the pixels of pictures that its prefix cache covers, but does not send them when the request comes back after a
+preemption and finds them covered no longer.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from vllm.v1.request import RequestStatus
 _log = logging.getLogger(__name__)
 
 
-class _FailsRequests:
+class _ForOurWorker:
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]  # a mixin
+        for new in output.scheduled_new_reqs:
+            new.mm_features = self.requests[new.req_id].mm_features
+        return output
+
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]  # a mixin
         failed = getattr(model_runner_output, "failed", {})
@@ -35,9 +43,9 @@ class _FailsRequests:
         return outputs
 
 
-class FailingScheduler(_FailsRequests, Scheduler):
+class FailingScheduler(_ForOurWorker, Scheduler):
     """For runners that wait for their tokens."""
 
 
-class FailingAsyncScheduler(_FailsRequests, AsyncScheduler):
+class FailingAsyncScheduler(_ForOurWorker, AsyncScheduler):
     """For runners that do not."""

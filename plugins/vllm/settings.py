@@ -33,13 +33,19 @@ _REFUSED: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("--enable-eplb", "parallel_config.enable_eplb", (False,)),
     ("--enable-dbo", "parallel_config.enable_dbo", (False,)),
     ("--enable-elastic-ep", "parallel_config.enable_elastic_ep", (False,)),
-    ("--enable-lora", "lora_config", (None,)),
+    ("--fully-sharded-loras", "lora_config.fully_sharded_loras", (False,)),
+    ("--default-mm-loras", "lora_config.default_mm_loras", (None, {})),
+    ("--enable-tower-connector-lora", "lora_config.enable_tower_connector_lora", (False,)),
     ("--kv-transfer-config", "kv_transfer_config", (None,)),
     ("--ec-transfer-config", "ec_transfer_config", (None,)),
     ("--weight-transfer-config", "weight_transfer_config", (None,)),
     ("watermarking", "watermark_config", (None,)),
     ("a diffusion model", "diffusion_config", (None,)),
-    ("a multimodal model", "model_config.multimodal_config", (None,)),
+    ("--enable-mm-embeds", "model_config.multimodal_config.enable_mm_embeds", (False,)),
+    ("--mm-encoder-only", "model_config.multimodal_config.mm_encoder_only", (False,)),
+    ("--mm-encoder-attn-backend", "model_config.multimodal_config.mm_encoder_attn_backend", (None,)),
+    ("--mm-encoder-attn-dtype", "model_config.multimodal_config.mm_encoder_attn_dtype", (None,)),
+    ("--ec-manager-config", "ec_manager_config.encoder_cache_manager_cls", (None,)),
     ("--runner", "model_config.runner_type", ("generate",)),
     ("--quantization", "model_config.quantization", (None,)),
     ("--enable-prompt-embeds", "model_config.enable_prompt_embeds", (False,)),
@@ -118,6 +124,13 @@ def document(vllm_config: Any, source: Mapping[str, Any], plans_ahead: bool) -> 
         decided["cache.num_blocks"] = None
     if model.enforce_eager:
         decided["components.graph"] = "none"
+    if (lora := vllm_config.lora_config) is not None:
+        decided["components.lora"] = {
+            "use": "peft",
+            # Each request that the worker holds may have another one for a while: see `Adapters`.
+            "max_adapters": max_adapters(vllm_config) + vllm_config.scheduler_config.max_num_seqs,
+            "max_rank": lora.max_lora_rank,
+        }
     if model.logprobs_mode == "processed_logprobs":
         decided["components.sampler.logprobs"] = "processed"
     if folder := vllm_config.profiler_config.torch_profiler_dir:
@@ -126,6 +139,12 @@ def document(vllm_config: Any, source: Mapping[str, Any], plans_ahead: bool) -> 
         if path.startswith(("limits.", "model.max")) and _get(source, path, value) != value:
             _log.info("%s is %s, from vLLM; the workerkit config says %s", path, value, _get(source, path, None))
     return configs.with_overrides(source, decided)
+
+
+def max_adapters(vllm_config: Any) -> int:
+    """How many may be loaded at a time; 0 without --enable-lora."""
+    lora = vllm_config.lora_config
+    return 0 if lora is None else max(lora.max_loras, lora.max_cpu_loras or 0)
 
 
 def _get(document: Mapping[str, Any], path: str, default: Any) -> Any:

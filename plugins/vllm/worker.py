@@ -13,12 +13,15 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import RequestError, UnsupportedError
 from workerkit.framework.interfaces.kv_cache import AttentionLayer
-from workerkit.framework.interfaces.model import LoadedModel
+from workerkit.framework.interfaces.model import LoadedModel, Network
 from workerkit.framework.interfaces.request import ModelRunnerOutput, NewRequest, StepOutput
 from workerkit.framework.interfaces.speculation import DraftWeights
 from workerkit.framework.roles import DEVICE
 from workerkit.plugins.vllm import settings
-from workerkit.plugins.vllm.adapter import FailingOutput, Requests, Step, layout_of, specs_of_layers
+from workerkit.plugins.vllm.adapter import FailingOutput, Requests, Step
+from workerkit.plugins.vllm.adapters import Adapters
+from workerkit.plugins.vllm.cache import Blocks, layout_of, specs_of_layers
+from workerkit.plugins.vllm.pictures import problems
 
 _ANY_SIZE = 2**62  # bytes, where only the kinds of layers are asked for
 
@@ -52,7 +55,8 @@ class VllmWorker(WorkerBase):
         source = settings.source_of(vllm_config)
         self._assembly = assemble(settings.document(vllm_config, source, self._ahead))
         self._worker = self._assembly.worker
-        self._requests = Requests(self._check, vllm_config.model_config.seed or 0)
+        self._adapters = Adapters(self._worker, settings.max_adapters(vllm_config))
+        self._requests = Requests(self._check, self._adapters, vllm_config.model_config.seed or 0)
         self._step: Step | None = None
         self._asleep: tuple[str, ...] = ()  # tags
         if hidden := sorted(name for name in self._worker.extension_methods if hasattr(type(self), name)):
@@ -71,6 +75,9 @@ class VllmWorker(WorkerBase):
         size = self._worker.shape.vocab_size
         if wrong := [token for token in new.token_ids if not 0 <= token < size]:
             raise RequestError(f"token id {wrong[0]} is not in the model's vocabulary, 0 to {size - 1}")
+        tower = self._network.vision
+        if tower is not None and (problem := next(problems(new.images, tower), None)):
+            raise RequestError(problem)
         self._worker.check_request(new.sampling)
 
     # Starting
@@ -83,6 +90,16 @@ class VllmWorker(WorkerBase):
         if load_dummy_weights:
             raise UnsupportedError("weights that arrive later (elastic expert parallelism) are not served")
         self._worker.load_model()
+        multimodal = self.model_config.multimodal_config
+        if multimodal is not None and not multimodal.language_model_only and not self._worker.accepts_images:
+            raise UnsupportedError(
+                f"{self._network.config.architecture} reads more than text under vLLM, and this worker has no vision "
+                "tower for it (components.model, components.encoder); --language-model-only serves its text"
+            )
+
+    @property
+    def _network(self) -> Network:
+        return self._assembly.value(LoadedModel).network
 
     def _layers(self) -> tuple[AttentionLayer, ...]:
         loaded, draft = self._assembly.value(LoadedModel), self._assembly.value(DraftWeights)
@@ -95,8 +112,7 @@ class VllmWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes that the cache takes, by what the workerkit config says of it."""
         layout = self._worker.plan_kv_cache(self._worker.determine_available_memory())
-        widest = max(layout.groups, key=lambda group: len(group.layers))
-        return layout.num_blocks * widest.spec.page_bytes * len(widest.layers)
+        return layout.num_blocks * layout.block_bytes
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM shortens it when the cache is small; to the worker it is an upper bound."""
@@ -104,7 +120,9 @@ class VllmWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """The cache as vLLM cuts it; the memory is the worker's own, and laid out as its parts like it."""
         planned = self._worker.plan_kv_cache(_ANY_SIZE)
-        self._worker.initialize_kv_cache(layout_of(kv_cache_config, planned, self._layers()))
+        layout, tables = layout_of(kv_cache_config, planned, self._layers())
+        self._requests.blocks = Blocks(layout, tables)
+        self._worker.initialize_kv_cache(layout)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         begin = time.perf_counter()
@@ -183,13 +201,22 @@ class VllmWorker(WorkerBase):
         self._worker.check_integrity()
 
     def reset_encoder_cache(self) -> None:
-        """There is none."""
+        """For weights that have changed: ours do not."""
 
     def get_model(self) -> Any:
-        return self._assembly.value(LoadedModel).network
+        return self._network
+
+    def add_lora(self, lora_request: Any) -> bool:
+        return self._adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self._adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return self._adapters.pin(lora_id)
 
     def list_loras(self) -> set[int]:
-        return set()
+        return self._adapters.numbers
 
     def shutdown(self) -> None:
         self._worker.shutdown()

@@ -28,6 +28,7 @@ STEP = [
     "pcp.local_shape",
     "graph.dispatch",
     "parallel.agree",
+    "model_state.schedule",
     "input_batch.build",
     "block_table.gather",
     "dcp.localize",
@@ -41,6 +42,8 @@ STEP = [
     "pipeline.receive",
     "kv_connector.start_load",
     "observers[0].batch_prepared",
+    "model_state.rope_positions",
+    "model_state.recurrent",
     "graph.run",
     "network.forward",
     "observers[0].forward_finished",
@@ -266,6 +269,7 @@ def test_values_of_a_step(start, runner):
     assert [tuple(row) for row in sampled.token_ids.tolist()] == list(out.sampled_token_ids)
     assert sampled.num_sampled.tolist() == [1, 1]
     assert torch.equal(w.one("model_state.commit").args["output"].token_ids, sampled.token_ids)
+    assert w.one("model_state.schedule").args["output"].num_scheduled_tokens == {"a": 5, "b": 3}
 
     w.recorder.clear()
     decode = SchedulerOutput(
@@ -312,6 +316,28 @@ def test_blocks_are_zeroed_then_copied_before_the_forward(start, runner):
 
 
 @RUNNERS
+def test_what_the_model_state_says_reaches_the_network(workerkit_registry, runner):
+    from workerkit.framework.testing.fakes import FakeModelState
+
+    class Marking(FakeModelState):
+        """Has positions, and something in the place of states."""
+
+        def rope_positions(self, batch):
+            return batch.positions.expand(3, -1)
+
+        def recurrent(self, batch):
+            return batch.num_reqs
+
+    workerkit_registry.add(roles.MODEL_STATE, "marking", Marking)
+    w = Started(workerkit_registry, runner, model_state="marking")
+    w.step(prefill(new("a"), new("b", (9, 8, 7), (3,))))
+    inputs = w.one("network.forward").args["inputs"]
+    assert inputs.rope_positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]] * 3
+    assert inputs.recurrent == 2
+    w.assembly.shutdown()
+
+
+@RUNNERS
 def test_a_step_without_tokens_asks_the_connector(start, runner):
     w = start(runner)
     w.step(prefill(new("a")))
@@ -353,7 +379,8 @@ def test_a_dummy_batch_joins_collectives_and_touches_no_request(start, runner):
     assert w.one("eplb.step").args == {"is_dummy": True}
     untouched = ("request_state", "kv_connector", "speculator", "observers[0]")
     assert w.recorder.names(*untouched) == []
-    assert {*w.recorder.names("model_state")} <= {"model_state.extras"}
+    asked = {"model_state.extras", "model_state.rope_positions", "model_state.recurrent"}
+    assert {*w.recorder.names("model_state")} == asked
     assert set(w.one("pcp.partition").args["tables"].slot_mappings[0].tolist()) == {-1}
     decode = SchedulerOutput(
         cached_requests=(CachedRequest(req_id="a", num_computed_tokens=5),), num_scheduled_tokens={"a": 1}
@@ -394,7 +421,7 @@ def test_input_embeddings_of_the_encoder_reach_the_model(start, runner):
     w = start(runner, encoder={"use": "fake", "embeds": True})
     out = w.step(prefill(new("a")))
     inputs = w.one("network.forward").args["inputs"]
-    assert torch.equal(inputs.inputs_embeds, w.one("encoder.embed").result)
+    assert torch.equal(inputs.inputs_embeds, w.one("encoder.embed").result.inputs)
     assert w.recorder.of("graph.run") == [], "graphs begin with the embedding of ids"
     assert out.sampled_token_ids == (tuple(fake_tokens(PROMPT, 1)),)
 

@@ -18,15 +18,17 @@ def reshape_and_cache(request):
 class Paged:
     """Rows of known keys and values, scattered over a paged cache by hand."""
 
-    def __init__(self, seq_lens, heads, dtype=torch.float32, block_size=4, head_dim=8):
+    def __init__(self, seq_lens, heads, dtype=torch.float32, block_size=4, head_dim=8, value_dim=8):
         generator = torch.Generator().manual_seed(1)
         self.num_heads, self.num_kv_heads = heads
         self.head_dim = head_dim
         width = max(-(-length // block_size) for length in seq_lens)
         blocks = torch.randperm(len(seq_lens) * width, generator=generator) + 1
         self.block_table = torch.zeros(len(seq_lens), width, dtype=torch.int32)
-        shape = (len(seq_lens) * width + 1, block_size, self.num_kv_heads, head_dim)
-        self.key_cache, self.value_cache = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        shape = (len(seq_lens) * width + 1, block_size, self.num_kv_heads)
+        self.key_cache, self.value_cache = (
+            torch.randn(*shape, dim, generator=generator).to(dtype) for dim in (head_dim, value_dim)
+        )
         self.rows = []
         for row, length in enumerate(seq_lens):
             own = -(-length // block_size)
@@ -37,17 +39,21 @@ class Paged:
     def queries(self, count, dtype=torch.float32):
         return torch.randn(count, self.num_heads, self.head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
 
-    def dense(self, row, query, scale, window=None):
+    def sinks(self):
+        return 2 * torch.randn(self.num_heads, generator=torch.Generator().manual_seed(3))
+
+    def dense(self, row, query, scale, window=None, sinks=None):
         """Position by position, head by head, in float64."""
         keys, values = (tensor.double() for tensor in self.rows[row])
-        result = torch.zeros(query.shape, dtype=torch.float64)
+        result = torch.zeros(*query.shape[:2], values.shape[-1], dtype=torch.float64)
         group = self.num_heads // self.num_kv_heads
         for i in range(query.shape[0]):
             position = keys.shape[0] - query.shape[0] + i
             first = 0 if window is None else max(0, position - window + 1)
             for head in range(self.num_heads):
                 seen = slice(first, position + 1)
-                weights = torch.softmax(scale * keys[seen, head // group] @ query[i, head].double(), 0)
+                weights = (scale * keys[seen, head // group] @ query[i, head].double()).exp()
+                weights /= weights.sum() + (0 if sinks is None else sinks[head].double().exp())
                 result[i, head] = weights @ values[seen, head // group]
         return result.to(query.dtype)
 
@@ -106,13 +112,43 @@ def test_cpu_decode_attention(dtype, heads, window):
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value_dim", [5, 8, 12])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_and_values_of_another_size_than_keys(dtype, value_dim, has_sinks, window):
+    lengths, query_lens = [9, 1, 13, 16, 2], [9, 1, 5, 1, 1]
+    paged = Paged(lengths, (6, 2), dtype, value_dim=value_dim)
+    caches, sinks = (paged.key_cache, paged.value_cache), paged.sinks() if has_sinks else None
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    query = paged.queries(sum(query_lens), dtype)
+    expected = reference.OPS["paged_attention"](
+        query, *caches, paged.block_table, starts, torch.tensor(lengths), 0.4, window, sinks
+    )
+    assert expected.shape == (*query.shape[:2], value_dim)
+    for row, length in enumerate(lengths):
+        own = slice(int(starts[row]), int(starts[row + 1]))
+        dense = paged.dense(row, query[own], 0.4, window, sinks)
+        torch.testing.assert_close(expected[own], dense, **DTYPES[dtype])
+        got = cpu.OPS["prefill_attention"](query[own], *caches, paged.block_table[row], length, 0.4, window, sinks)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected[own], **DTYPES[dtype])
+    last, seq_lens = query[starts[1:] - 1], torch.tensor(lengths)[:, None]
+    positions = torch.arange(paged.block_table.shape[1] * 4)
+    mask = (positions < seq_lens) & (positions >= seq_lens - (window or 100))
+    for library in (reference, cpu):
+        got = library.OPS["decode_attention"](last, *caches, paged.block_table, mask, 0.4, sinks)
+        torch.testing.assert_close(got, expected[starts[1:] - 1], **DTYPES[dtype])
+
+
+@pytest.mark.parametrize("sinks", [None, torch.ones(4)], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("library", [reference, cpu], ids=["reference", "cpu"])
-def test_a_row_that_sees_nothing_yields_zeros(library):
+def test_a_row_that_sees_nothing_yields_zeros(library, sinks):
     paged = Paged([5, 5], (4, 2))
     mask = torch.zeros(2, 8, dtype=torch.bool)
     mask[0, :5] = True
     got = library.OPS["decode_attention"](
-        paged.queries(2), paged.key_cache, paged.value_cache, paged.block_table, mask, 0.4
+        paged.queries(2), paged.key_cache, paged.value_cache, paged.block_table, mask, 0.4, sinks
     )
     assert got.isfinite().all()
     assert torch.equal(got[1], torch.zeros_like(got[1]))

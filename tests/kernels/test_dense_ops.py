@@ -42,6 +42,21 @@ def test_cpu_linear_gives_the_bits_of_the_reference():
         assert torch.equal(cpu.OPS["linear"](weight, None)(x), reference.OPS["linear"](weight, None)(x))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_linear_heads(ops, dtype, rows):
+    weight = torch.randn(3, 5, 16).to(dtype)
+    x = torch.randn(rows, 3, 24).to(dtype)[..., 4:20]  # a part of each head
+    expected = torch.einsum("noh,tnh->tno", weight.double(), x.double()).to(dtype)
+    matrices = ops["linear_heads"](weight)
+    torch.testing.assert_close(matrices(x), expected, atol=4e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
+    assert sum(tensor.numel() for tensor in matrices.tensors) == weight.numel()
+
+
+def test_linear_heads_of_the_reference_keep_to_their_token():
+    matrices, x = reference.OPS["linear_heads"](torch.randn(4, 32, 64).bfloat16()), torch.randn(40, 4, 64).bfloat16()
+    assert all(torch.equal(matrices(x)[t], matrices(x[t : t + 1])[0]) for t in range(40))
+
+
 def test_rms_norm(ops, dtype):
     x, weight = (torch.randn(3, 5, 16) * 7).to(dtype), torch.randn(16).to(dtype)
     wide = x.double()
@@ -92,6 +107,17 @@ def test_rotary_embedding_rotates_pairs_half_a_rotary_dim_apart(ops, dtype, adja
         torch.testing.assert_close(got, expected.to(dtype), **LOOSE[dtype])
         assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
     assert torch.equal(merged[:, 48:], before[:, 48:])  # the values behind are not touched
+
+
+def test_swigluoai_and_mul(ops, dtype):
+    """In the middle, at both bounds of one side and at the only bound of the other."""
+    gate, up = (6 * torch.randn(30, 16)).to(dtype), (6 * torch.randn(30, 16)).to(dtype)
+    assert gate.max() > 7 > -7 > gate.min()
+    assert up.max() > 7 > -7 > up.min()
+    bounded, other = gate.double().clamp(max=7), up.double().clamp(-7, 7)
+    expected = bounded / (1 + (-1.702 * bounded).exp()) * (other + 1)
+    got = ops["swigluoai_and_mul"](torch.cat((gate, up), dim=1))
+    torch.testing.assert_close(got, expected.to(dtype), **LOOSE[dtype])
 
 
 def test_silu_and_mul(ops, dtype):

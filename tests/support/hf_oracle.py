@@ -3,7 +3,7 @@
 import torch
 
 from workerkit.framework import roles
-from workerkit.framework.interfaces.engine import EngineRequest
+from workerkit.framework.interfaces.engine import CacheIdentity, EngineRequest, MultimodalSpan
 from workerkit.framework.interfaces.sampling import Sampler
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 
@@ -15,13 +15,18 @@ def random_model(name, **fields):
     config = getattr(transformers, f"{name}Config")(**fields)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-            else:
-                parameter.mul_(4)
+    perturb(model)
     return model
+
+
+@torch.no_grad()
+def perturb(model):
+    """In place: logits wide apart, no 1-D parameter trivial."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        else:
+            parameter.mul_(4)
 
 
 def random_prompts(lengths, seed=1):
@@ -59,8 +64,9 @@ class Recording(Sampler):
         raise NotImplementedError("nobody speculates here")
 
 
-def serve(assembly, prompts, count):
-    """[(tokens, logits [count, V])] of each prompt, all in one batch."""
+def serve(assembly, prompts, count, loras=None, images=None):
+    """[(tokens, logits [count, V])] of each prompt, all in one batch; `loras`: name of each one's adapter, or None;
+    `images`: ImageInputs of each one."""
     recording = Recording()
     with assembly.with_override(roles.SAMPLER, recording) as other:
         worker = other.worker
@@ -68,8 +74,17 @@ def serve(assembly, prompts, count):
         scheduler = other.get(roles.SCHEDULER)
         tokens = {str(i): [] for i in range(len(prompts))}
         for i, prompt in enumerate(prompts):
-            params = SamplingParams(max_tokens=count)
-            scheduler.add(EngineRequest(req_id=str(i), prompt_token_ids=tuple(prompt), params=params))
+            lora, pictures = loras[i] if loras else None, images[i] if images else ()
+            spans = [MultimodalSpan(start=p.start, length=p.num_tokens, digest=p.digest) for p in pictures]
+            request = EngineRequest(
+                req_id=str(i),
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(max_tokens=count),
+                cache_identity=CacheIdentity(lora=lora, multimodal=tuple(spans)),
+                lora=lora,
+                images=tuple(pictures),
+            )
+            scheduler.add(request)
         while scheduler.has_work:
             output = scheduler.schedule()
             if worker.execute_model(output) is None:

@@ -14,6 +14,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from workerkit.framework import roles
 from workerkit.framework.interfaces.request import ModelRunnerOutput
 from workerkit.plugins.vllm.adapter import Requests
+from workerkit.plugins.vllm.adapters import Adapters
 
 PROTOCOLS = ("v1", "v2")
 
@@ -79,8 +80,8 @@ def scheduled(protocol="v1", counts=None, new=(), running=(), resumed=(), **more
     return output
 
 
-def requests(seed=0, check=lambda request: None):
-    return Requests(check, seed)
+def requests(seed=0, check=lambda request: None, worker=None, max_adapters=0):
+    return Requests(check, Adapters(worker, max_adapters), seed)
 
 
 def result(tokens, **more):

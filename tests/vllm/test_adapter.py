@@ -9,11 +9,9 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm_steps import PROTOCOLS, enter, requests, result, scheduled
 
 from workerkit.framework.errors import RequestError, UnsupportedError
-from workerkit.framework.interfaces.kv_cache import AttentionLayer, KVCacheGroup, KVCacheSpec, KVLayout
 from workerkit.framework.interfaces.request import CachedRequest
 from workerkit.plugins.vllm import adapter
 
@@ -275,43 +273,3 @@ class TestRefusals:
         present = adapter._OF_THE_SCHEDULER & {field.name for field in dataclasses.fields(SchedulerOutput)}
         output = requests().read(scheduled(new=[A], **{name: [object()] for name in present})).output
         assert output == requests().read(scheduled(new=[A])).output
-
-
-FULL = KVCacheSpec(num_kv_heads=2, head_dim=32, dtype="bfloat16", block_size=16, element_bytes=2)
-WINDOW = KVCacheSpec(num_kv_heads=1, head_dim=64, dtype="float32", block_size=16, element_bytes=4, sliding_window=128)
-LAYERS = tuple(
-    AttentionLayer(name=f"layers.{index}", index=index, num_heads=4, num_kv_heads=2, head_dim=32, scale=1.0)
-    for index in range(4)
-)
-PLANNED = KVLayout(
-    num_blocks=9,
-    groups=(KVCacheGroup(spec=FULL, layers=(0, 2)), KVCacheGroup(spec=WINDOW, layers=(1, 3))),
-    kernel_block_size=8,
-)
-
-
-class TestKVCache:
-    def test_layers_of_each_kind(self):
-        specs = adapter.specs_of_layers(PLANNED, LAYERS)
-        assert [*specs] == [layer.name for layer in LAYERS]
-        full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-        window = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32, sliding_window=128)
-        assert [*specs.values()] == [full, window, full, window]
-        assert [spec.page_size_bytes for spec in specs.values()] == [
-            spec.page_bytes for spec in (FULL, WINDOW, FULL, WINDOW)
-        ]
-
-    def test_vllm_groups_them_as_it_likes(self):
-        specs = adapter.specs_of_layers(PLANNED, LAYERS)
-        groups = [
-            KVCacheGroupSpec([f"layers.{i}" for i in members], specs[f"layers.{members[0]}"])
-            for members in ([3], [2], [1], [0])
-        ]
-        layout = adapter.layout_of(SimpleNamespace(num_blocks=77, kv_cache_groups=groups), PLANNED, LAYERS)
-        assert (layout.num_blocks, layout.kernel_block_size) == (77, 8)
-        assert [(group.spec, group.layers) for group in layout.groups] == [
-            (WINDOW, (3,)),
-            (FULL, (2,)),
-            (WINDOW, (1,)),
-            (FULL, (0,)),
-        ]

@@ -129,11 +129,24 @@ def test_an_option_alone_ends_the_start(make):
 
 def test_all_problems_come_at_once(make):
     given = workerkit_config(cache={"block_siz": 8})
-    options = {"load_format": "dummy", "kv_cache_dtype": "fp8", "enable_lora": True, "worker_cls": "their.Worker"}
+    options = {
+        "enable_lora": True,
+        "load_format": "dummy",
+        "kv_cache_dtype": "fp8",
+        "fully_sharded_loras": True,
+        "worker_cls": "their.Worker",
+    }
     speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     found = problems(make, given, scheduler_cls="their.Scheduler", speculative_config=speculative, **options)
     assert len(found) == 7
-    for name in ("load-format", "kv-cache-dtype", "enable-lora", "worker-cls", "scheduler-cls", "speculative-config"):
+    for name in (
+        "load-format",
+        "kv-cache-dtype",
+        "fully-sharded-loras",
+        "worker-cls",
+        "scheduler-cls",
+        "speculative-config",
+    ):
         assert any(f"--{name}" in problem for problem in found), name
     assert any("block_siz" in problem for problem in found)
 

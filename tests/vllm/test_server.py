@@ -320,7 +320,7 @@ def test_a_plugins_proposer_drafts_under_the_users_command_line(runner, model_di
 def test_every_problem_of_a_start_is_reported_at_once(tiny_dir, tmp_path):
     config = tmp_path / "worker.yaml"
     config.write_text(yaml.safe_dump({"cache": {"num_blokcs": 200}, "components": {"runner": "v3"}}))
-    wrong = ("--tensor-parallel-size=2", "--enable-lora", "--kv-cache-dtype=fp8")
+    wrong = ("--tensor-parallel-size=2", "--kv-offloading-size=1", "--kv-cache-dtype=fp8")
     with (
         pytest.raises(AssertionError, match=r"the server ended with status [^0]") as failed,
         vllm_server(tiny_dir, tmp_path / "log", *OPTIONS, *wrong, config=config),

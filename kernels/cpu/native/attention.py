@@ -94,7 +94,7 @@ def reshape_and_cache(
     slot_mapping: torch.Tensor,
 ) -> None:
     """key, value [T, Nk, D]; caches [blocks, b, Nk, D]; slot_mapping [T] int32 or int64, -1 is not written."""
-    if key.dtype not in SUFFIX or key_cache.dtype != key.dtype:
+    if key.dtype not in SUFFIX or key_cache.dtype != key.dtype or value.shape != key.shape:
         torch_cache.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         return
     _check_cache("key", key, key_cache, value_cache)

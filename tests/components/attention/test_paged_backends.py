@@ -1,5 +1,6 @@
 """Both backends over a paged cache: random mixes of chunks, decodes and padding equal the whole sequence at once."""
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -245,6 +246,23 @@ def test_what_lies_past_the_sequence_in_its_last_block_is_not_seen(backend):
     torch.testing.assert_close(torch.cat((first, second)), whole(net, [*ids, 9]), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [1, 4, 5, 11])
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_blocks_behind_the_window_may_hold_anything(backend, window, chunk):
+    """The scheduler gave them to someone else, whose bytes need not be numbers; the rows keep their ids."""
+    net = network(num_hidden_layers=2, sliding_window=window)
+    cache = Cache(net.attention_layers, 2, 40)
+    ids = list(range(40, 70))
+    expected = whole(net, ids)
+    for first in range(0, len(ids), chunk):
+        behind = cache.tables[0][:, : max(0, first - window + 1) // BLOCK].long()
+        for tensor in (*cache.caches.keys, *cache.caches.values):
+            tensor[behind] = float("nan")
+        rows = [(0, first, ids[first : first + chunk]), (1, first, ids[first : first + 1])]
+        got, _ = forward(net, backend, cache, rows, pad_rows=1)
+        torch.testing.assert_close(got, expected[first : first + chunk], atol=2e-5, rtol=1e-4)
+
+
 def test_a_decode_reads_only_the_columns_that_its_window_needs():
     """Of a hundred blocks of context a window of 6 needs the last two or three."""
     seen = []
@@ -254,9 +272,9 @@ def test_a_decode_reads_only_the_columns_that_its_window_needs():
             super().__init__((CpuKernels(), ReferenceKernels()))
             decode = self.decode_attention
 
-            def counted(query, key_cache, value_cache, block_table, mask, scale):
+            def counted(query, key_cache, value_cache, block_table, mask, scale, sinks):
                 seen.append(tuple(block_table.shape))
-                return decode(query, key_cache, value_cache, block_table, mask, scale)
+                return decode(query, key_cache, value_cache, block_table, mask, scale, sinks)
 
             self.decode_attention = counted
 
@@ -264,6 +282,42 @@ def test_a_decode_reads_only_the_columns_that_its_window_needs():
     cache = Cache(net.attention_layers, 2, 420)
     forward(net, CpuAttention(Counting()), cache, [(0, 401, [5]), (1, 2, [6])])
     assert seen == [(2, 2), (2, 101)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_and_values_of_another_size_than_keys(backend, window):
+    """Steps of random chunks, with padding, against softmax attention whose denominator has one term more."""
+    rng, heads, length = torch.Generator().manual_seed(4), 4, 23
+    layer = AttentionLayer(
+        name="a layer",
+        index=0,
+        num_heads=heads,
+        num_kv_heads=2,
+        head_dim=8,
+        scale=0.4,
+        sliding_window=window,
+        latent_dim=5,
+        has_sinks=True,
+    )
+    backend.prepare([layer], torch.float32)
+    cache = Cache([layer], 2, 40)
+    caches = attrs.evolve(cache.caches, values=(cache.caches.keys[0][..., :5],))
+    queries, keys = (torch.randn(2, length, count, 8, generator=rng) for count in (heads, 2))
+    sinks = torch.randn(heads, generator=rng)
+    scores = torch.einsum("qnd,knd->nqk", queries[0], keys[0].repeat_interleave(2, 1)) * layer.scale
+    position = torch.arange(length)
+    seen = (position <= position[:, None]) & (position > position[:, None] - (window or length))
+    weights = scores.exp() * seen / ((scores.exp() * seen).sum(-1) + sinks.exp()[:, None])[..., None]
+    expected = torch.einsum("nqk,knd->qnd", weights, keys[0, ..., :5].repeat_interleave(2, 1))
+    for first, end in ((0, 7), (7, 8), (8, 21), (21, 22), (22, 23)):
+        own, other = range(first, end), range(first, first + 1)
+        rows = [(1, first, other), (0, first, own)]
+        batch, tables = cache.batch(rows, pad_tokens=2, pad_rows=1)
+        query, key = (torch.cat((x[1, first : first + 1], x[0, first:end], x[0, :2])) for x in (queries, keys))
+        got = backend.build(batch, tables, caches, {})(layer, query, key, key[..., :5], sinks)
+        assert got.shape == (len(query), heads, 5)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got[1 : 1 + end - first], expected[first:end], atol=2e-6, rtol=1e-5)
 
 
 def test_a_layer_that_cannot_be_served_is_named(backend):

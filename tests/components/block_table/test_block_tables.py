@@ -84,6 +84,38 @@ def test_b120_kernel_blocks_smaller_than_manager_blocks(make):
     assert slots.tolist() == [*range(24, 32), 8, 9]
 
 
+def test_b157_blocks_of_two_groups_lie_within_pages_of_one_size(make):
+    """A page holds 6 kernel blocks of the first group, of which a block takes 4, and 3 of the second, all of them."""
+    layout = layout_of((16, 12), 4)
+    strides = (6, 3)
+    groups = [attrs.evolve(group, stride=stride) for group, stride in zip(layout.groups, strides, strict=True)]
+    tables = make(attrs.evolve(layout, groups=tuple(groups)))
+    tables.add(0, [[3, 1], [2, 4]])
+    tables.append(0, [[7], []])
+    assert tables.block_ids(0) == ((18, 19, 20, 21, 6, 7, 8, 9, 42, 43, 44, 45), (6, 7, 8, 12, 13, 14))
+    slots = [mapping.tolist() for mapping in gather(tables, batch_of([(0, 0, 20)])).slot_mappings]
+    assert slots == [[*range(72, 88), *range(24, 28)], [*range(24, 36), *range(48, 56)]]
+    # Block 3 of the first group and block 4 of the second would overlap if kernel blocks followed one another.
+    assert max(slots[0][:16]) // (4 * 6) == 3
+    tables.check_integrity([0])
+
+
+def test_the_null_block_stands_for_what_is_behind_a_window(make):
+    layout = layout_of((8, 8), 4)
+    full, windowed = layout.groups
+    windowed = attrs.evolve(windowed, spec=attrs.evolve(windowed.spec, sliding_window=8), stride=3)
+    tables = make(attrs.evolve(layout, groups=(full, windowed)))
+    tables.add(0, [[3, 1, 2], [0, 0, 5]])
+    assert tables.block_ids(0) == ((6, 7, 2, 3, 4, 5), (0, 0, 0, 0, 15, 16))
+    result = gather(tables, batch_of([(0, 18, 2)]))
+    assert [mapping.tolist() for mapping in result.slot_mappings] == [[18, 19], [62, 63]]
+    tables.check_integrity([0])
+    with pytest.raises(CacheError, match=r"\[0\] for row 0 of group 0: right is 1 to 99"):
+        tables.append(0, [[0], [0]])
+    with pytest.raises(CacheError, match=r"\[-1, 100\] for row 0 of group 1: right is 0 to 99"):
+        tables.append(0, [[4], [-1, 100]])
+
+
 def test_b34_a_reused_row_keeps_nothing_and_refuses_positions_past_its_blocks(make):
     tables = make()
     tables.add(0, [list(range(1, 9))])

@@ -93,3 +93,16 @@ def test_the_pool_frees_a_shared_storage_once_and_gives_zeros_back():
     assert weight.tolist() == [0.0] * 1000
     with pytest.raises(StageError, match="not given back"):
         pool.restore("weights")
+
+
+def test_what_is_tracked_adds_up_until_the_pool_is_told_to_forget_it():
+    pool, tried, one, other = StoragePool(), torch.ones(10), torch.ones(100), torch.ones(1000)
+    pool.track("kv_cache", (tried,))
+    pool.forget("kv_cache")
+    pool.track("kv_cache", (one,))
+    pool.track("kv_cache", (other, one.view(10, 10)))
+    assert pool.discard("kv_cache") == 4400
+    assert [tensor.untyped_storage().nbytes() for tensor in (tried, one, other)] == [40, 0, 0]
+    pool.restore("kv_cache")
+    assert not one.any()
+    assert not other.any()

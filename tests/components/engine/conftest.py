@@ -5,6 +5,9 @@ value were computed, and each scheduled token asserts that its whole context is 
 (a block shared that may not be, a position skipped, a token lost, a shared block written) trips an assert or changes
 tokens.
 
+Columns behind a sliding window are never looked at: their blocks may belong to someone else. A recurrent state is the
+prefix that it stands for; a request that goes on from a copy has to find its own there.
+
 It speculates, too. After each step it proposes 0 to K drafts for each request, of which the first ones are right, and
 writes rubbish to all positions that a draft network may write: K + 1 behind the step's.
 """
@@ -37,13 +40,22 @@ def reference(prompt, params, stop_ids, shape):
             return tuple(tokens[len(prompt) :]), "length"
 
 
-def make_layout(num_blocks=64, block_sizes=(4,)):
+def make_layout(num_blocks=64, block_sizes=(4,), windows=None, state_blocks=0, state_interval=0, dtypes=None):
+    """`windows`, `dtypes`: one for each group."""
     specs = [
-        KVCacheSpec(num_kv_heads=1, head_dim=8, dtype="float32", block_size=size, element_bytes=4)
-        for size in block_sizes
+        KVCacheSpec(num_kv_heads=1, head_dim=8, dtype=dtype, block_size=size, element_bytes=4, sliding_window=window)
+        for size, window, dtype in zip(
+            block_sizes, windows or [None] * len(block_sizes), dtypes or ["float32"] * len(block_sizes), strict=True
+        )
     ]
     groups = tuple(KVCacheGroup(spec=spec, layers=(i,)) for i, spec in enumerate(specs))
-    return KVLayout(num_blocks=num_blocks, groups=groups, kernel_block_size=1)
+    return KVLayout(
+        num_blocks=num_blocks,
+        groups=groups,
+        kernel_block_size=1,
+        state_blocks=state_blocks,
+        state_interval=state_interval,
+    )
 
 
 def make_shape(max_model_len=64, max_num_reqs=4, max_num_batched_tokens=16, vocab_size=50, num_speculative_tokens=0):
@@ -57,8 +69,9 @@ def make_shape(max_model_len=64, max_num_reqs=4, max_num_batched_tokens=16, voca
 
 
 class HeldRequest:
-    def __init__(self, new, identity):
+    def __init__(self, new, identity, layout):
         self.identity = identity
+        self.layout = layout
         self.prefixes = []
         self.tokens = list(new.token_ids)
         self.prefill_len = new.prefill_len
@@ -66,6 +79,19 @@ class HeldRequest:
         self.blocks = [list(ids) for ids in new.block_ids]
         self.num_computed = new.num_computed_tokens
         self.drafts = ()
+
+    def seen_from(self, group, position):
+        """The first position that a query at this one sees."""
+        window = self.layout.groups[group].spec.sliding_window
+        return 0 if window is None else max(0, position - window + 1)
+
+    def seen_blocks(self):
+        """Those that it still needs."""
+        return [
+            block
+            for group, (size, have) in enumerate(zip(self.layout.block_sizes, self.blocks, strict=True))
+            for block in have[self.seen_from(group, self.num_computed) // size :]
+        ]
 
     def prefix(self, position):
         """All that the key and value at a position depend on; the salt too, although they do not."""
@@ -97,6 +123,11 @@ class PrefixWorker(Worker):
         self.fault, self.tamper = fault, tamper
         self.requests = {}
         self.cache = {}  # (group, block, offset) -> the prefix it was computed from
+        self.copies = {}  # block -> which block of a copy of a state it is, and the prefix
+        self.saves = ()
+        self.num_saves = 0
+        self.num_zeroed = 0
+        self.most_held = 0
         self.identities = {}  # req_id -> CacheIdentity, where it is not the plain one
         self.num_copies = 0
         self.uncollected = []
@@ -119,8 +150,9 @@ class PrefixWorker(Worker):
 
     def check_integrity(self):
         for request in self.requests.values():
-            held = [block for have in request.blocks for block in have]
+            held = request.seen_blocks()
             assert len(held) == len(set(held))
+            assert 0 not in held
 
     def check_request(self, params):
         """Whatever it is: only the seed counts."""
@@ -133,18 +165,19 @@ class PrefixWorker(Worker):
 
     init_device = load_model = determine_available_memory = plan_kv_cache = initialize_kv_cache = _unused
     compile_or_warm_up_model = execute_dummy_batch = sleep = wake_up = profile = _unused
-    call = extension_methods = _unused
+    call = extension_methods = adapters = load_adapter = remove_adapter = _unused
+    accepts_images = property(lambda self: False)
 
     def execute_model(self, output):
         assert self.pending is None, "sample_tokens must follow execute_model"
         self.outputs.append(output)
         if self.fault is not None:
             self.fault(output)
-        assert not output.blocks_to_zero
         assert not output.finished_req_ids & output.preempted_req_ids
         for req_id in output.finished_req_ids | output.preempted_req_ids:
             del self.requests[req_id]  # KeyError: the worker never knew it
-        holders = Counter(block for r in self.requests.values() for have in r.blocks for block in have)
+        holders = Counter(block for r in self.requests.values() for block in r.seen_blocks())
+        self._check_zeroed(output)
         self._copy(output)
         for new in output.new_requests:
             assert new.req_id not in self.requests
@@ -154,7 +187,14 @@ class PrefixWorker(Worker):
             num_shared = [new.num_computed_tokens // size for size in self.layout.block_sizes]
             fresh = [ids[count:] for ids, count in zip(new.block_ids, num_shared, strict=True)]
             self._check_handed_out(fresh, copied)
-            self.requests[new.req_id] = HeldRequest(new, self.identities.get(new.req_id, CacheIdentity()))
+            request = HeldRequest(new, self.identities.get(new.req_id, CacheIdentity()), self.layout)
+            self.requests[new.req_id] = request
+            if self.layout.state_blocks and new.num_computed_tokens:
+                right = request.prefix(new.num_computed_tokens - 1)
+                copy = [self.copies.get(block) for block in new.state_block_ids]
+                assert copy == [(number, right) for number in range(self.layout.state_blocks)]
+            else:
+                assert new.state_block_ids == ()
         assert len(self.requests) <= self.shape.max_num_reqs
         for cached in output.cached_requests:
             request = self.requests[cached.req_id]
@@ -179,8 +219,48 @@ class PrefixWorker(Worker):
         counts = output.num_scheduled_tokens
         for r in rows:  # all of a step is written before anyone attends to it
             self._write_known(self.requests[r], counts[r] - drafts.get(r, 0), holders)
+        self._check_saves(output)
         self.pending = {r: (counts[r], drafts.get(r, 0)) for r in rows}
         return None
+
+    def _check_zeroed(self, output):
+        """Exactly the blocks that are new and that nothing fills whole, where what was in them could be no number."""
+        layout = self.layout
+        needed = layout.state_blocks or len({group.spec.dtype for group in layout.groups}) > 1
+        fresh = {block for r in output.cached_requests for ids in r.new_block_ids for block in ids}
+        for new in output.new_requests:
+            num_shared = [new.num_computed_tokens // size for size in layout.block_sizes]
+            for ids, count in zip(new.block_ids, num_shared, strict=True):
+                fresh.update(ids[count:])
+        fresh -= {target for _, target in output.block_copies}
+        assert sorted(output.blocks_to_zero) == (sorted(fresh) if needed else [])
+        self.num_zeroed += len(output.blocks_to_zero)
+
+    def _check_saves(self, output):
+        """Copies go where no request's blocks are, at multiples of the interval."""
+        held = {block for r in self.requests.values() for block in r.seen_blocks()}
+        taken = [block for save in output.state_saves for block in save.block_ids]
+        assert len(taken) == len(set(taken)) == len(output.state_saves) * self.layout.state_blocks
+        assert held.isdisjoint(taken)
+        self._check_handed_out([taken])
+        for save in output.state_saves:
+            assert save.num_tokens > 0
+            assert save.num_tokens % self.layout.state_interval == 0
+            assert save.req_id in output.num_scheduled_tokens
+        self.saves = output.state_saves
+        self.most_held = max(self.most_held, len(held))
+
+    def _save(self, start, rows):
+        """`start`: tokens that each request had computed. Between verified tokens every state is there, else the last
+        one is; where a copy is not of what was asked for, it is of nothing."""
+        for save in self.saves:
+            request, (count, num_drafts) = self.requests[save.req_id], rows[save.req_id]
+            end, before = request.num_computed, start[save.req_id]
+            is_there = before < save.num_tokens <= end if num_drafts else save.num_tokens == before + count
+            state = request.prefix(save.num_tokens - 1) if is_there else "of other tokens"
+            for number, block in enumerate(save.block_ids):
+                self.copies[block] = number, state
+            self.num_saves += is_there
 
     def _check_drafts(self, output):
         """Where the engine can know how many drafts there are, it schedules no more; for others up to K."""
@@ -204,6 +284,7 @@ class PrefixWorker(Worker):
         self.num_copies += len(output.block_copies)
 
     def _wipe(self, block):
+        self.copies.pop(block, None)
         for group, size in enumerate(self.layout.block_sizes):
             for offset in range(size):
                 self.cache.pop((group, block, offset), None)
@@ -238,9 +319,9 @@ class PrefixWorker(Worker):
 
     def _sample(self, request, length):
         """From the cache alone, and the same from each group."""
-        for position in range(length):
-            right = request.prefix(position)
-            for group in range(len(self.layout.groups)):
+        for group in range(len(self.layout.groups)):
+            for position in range(request.seen_from(group, length - 1), length):
+                right = request.prefix(position)
                 assert self.cache.get(self._slot(request, group, position)) == right
         prefix = self.cache[self._slot(request, 0, length - 1)][2]
         return next_token(prefix, request.seed, self.shape.vocab_size)
@@ -291,7 +372,7 @@ class PrefixWorker(Worker):
     def _look_ahead(self, req_id, end):
         """A draft network may write K + 1 positions behind the step, which nobody else may have."""
         request = self.requests[req_id]
-        holders = Counter(block for r in self.requests.values() for have in r.blocks for block in have)
+        holders = Counter(block for r in self.requests.values() for block in r.seen_blocks())
         for position in range(end, min(end + self.shape.num_speculative_tokens + 1, self.shape.max_model_len)):
             for group in range(len(self.layout.groups)):
                 assert holders[self._slot(request, group, position)[1]] == 1
@@ -303,6 +384,8 @@ class PrefixWorker(Worker):
 
     def sample_tokens(self, grammar=None):
         rows, self.pending = self.pending, None
+        start = {r: self.requests[r].num_computed for r in rows}
+        read = {block for r in rows for block in self.requests[r].seen_blocks()}
         ends = {r: self.requests[r].num_computed + count for r, (count, _) in rows.items()}
         sampled = {r: self._run(r, *counts, grammar) for r, counts in rows.items()}
         drafts = ()
@@ -316,7 +399,8 @@ class PrefixWorker(Worker):
             draft_token_ids=drafts,
             **self.report(sampled),
         )
-        blocks = {block for r in rows for have in self.requests[r].blocks for block in have}
+        self._save(start, rows)
+        blocks = read.union(*(save.block_ids for save in self.saves))
         step = FakeStep(self, self.tamper(result) if self.tamper else result, blocks)
         self.uncollected.append(step)
         return step

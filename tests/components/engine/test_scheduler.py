@@ -1,3 +1,4 @@
+import math
 import random
 from collections import Counter
 
@@ -39,17 +40,33 @@ def random_identity(rng):
     )
 
 
-def random_case(driver, fakes, seed, speculative=False):
+def random_groups(rng, kind):
+    """(block sizes, options of the layout)."""
+    if kind == "plain":
+        return rng.choice([(1,), (2,), (4,), (16,), (2, 8), (4, 2), (3, 5, 4)]), {}
+    block_sizes = rng.choice([(1,), (2,), (4,), (4, 4), (2, 8), (4, 2), (3, 1), (2, 2, 4)])
+    windows = [rng.choice([None, 1, 2, 3, 5, 8, 13, 20]) for _ in block_sizes]
+    options = {"windows": windows, "dtypes": [rng.choice(["float32", "int32"]) for _ in block_sizes]}
+    if kind == "states":
+        interval = math.lcm(*block_sizes) * rng.choice([1, 1, 2, 3])
+        options |= {"state_blocks": rng.randint(1, 3), "state_interval": interval}
+    return block_sizes, options
+
+
+def random_case(driver, fakes, seed, kind="plain", speculative=False):
     rng = random.Random(seed)
-    block_sizes = rng.choice([(1,), (2,), (4,), (16,), (2, 8), (4, 2), (3, 5, 4)])
+    block_sizes, options = random_groups(rng, kind)
     shape = fakes.shape(
         max_model_len=rng.choice([12, 40]),
         max_num_reqs=rng.randint(1, 6),
         max_num_batched_tokens=rng.choice([1, 2, 3, 7, 16, 64]),
         num_speculative_tokens=rng.randint(1, 4) if speculative else 0,
     )
-    smallest = sum(-(-shape.max_model_len // size) for size in block_sizes)
-    layout = fakes.layout(1 + rng.randint(smallest, 3 * smallest), block_sizes)
+    step_tokens = shape.max_num_batched_tokens + (shape.num_speculative_tokens + 1 if speculative else 0)
+    specs = [group.spec for group in fakes.layout(1, block_sizes, **options).groups]
+    smallest = sum(spec.count_blocks(shape.max_model_len, step_tokens) for spec in specs)
+    spare = rng.choice([0, 30]) if kind == "states" else 0
+    layout = fakes.layout(1 + spare + rng.randint(smallest, 3 * smallest), block_sizes, **options)
     d = driver(
         shape=shape,
         layout=layout,
@@ -95,14 +112,37 @@ def random_case(driver, fakes, seed, speculative=False):
     d.count["accepted"] = d.worker.num_drafts_accepted
     d.count["placeholders"] = d.worker.num_placeholders
     d.count["async"] = d.scheduler.max_in_flight - 1
+    d.count["saves"] = d.worker.num_saves
+    d.count["saves that came to nothing"] = sum(len(o.state_saves) for o in d.worker.outputs) - d.worker.num_saves
+    d.count["zeroed"] = d.worker.num_zeroed
     return d.count
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize("kind", ["windows", "states"])
+def test_any_schedule_over_windows_and_states_yields_the_tokens_of_the_request_alone(driver, fakes, kind, speculative):
+    """With blocks of several sizes, too, and as few of them as one request needs."""
+    total = Counter()
+    for seed in range(80):
+        total += random_case(driver, fakes, seed, kind, speculative)
+    print(dict(total))
+    assert total["steps"] >= 6000
+    assert total["preempted"] >= 15
+    assert total["aborted"] >= 200
+    assert total["zeroed"] >= 5000
+    assert total["cached tokens"] >= 300
+    assert 20 <= total["async"] <= 60
+    assert total["copies"] >= 20 or kind == "states"
+    assert total["saves"] >= 1000 or kind == "windows"
+    assert total["accepted"] >= 1000 or not speculative
+    assert total["saves that came to nothing"] >= 100 or kind == "windows" or not speculative
 
 
 @pytest.mark.parametrize("speculative", [False, True])
 def test_any_schedule_yields_the_tokens_of_the_request_alone(driver, fakes, speculative):
     total = Counter()
     for seed in range(200):
-        total += random_case(driver, fakes, seed, speculative)
+        total += random_case(driver, fakes, seed, speculative=speculative)
     print(dict(total))
     assert total["steps"] >= 15000
     assert total["preempted"] >= 150

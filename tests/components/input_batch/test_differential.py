@@ -64,7 +64,7 @@ class World:
         self.free = list(range(1, 400))
         self.host = HostStates(self.shape)
         self.row_tables = MultiGroupBlockTable(self.shape, CONTEXT, layout)
-        self.rows = NPUInputBatch(self.shape, CONTEXT, self.row_tables)
+        self.rows = NPUInputBatch(self.shape, CONTEXT, self.row_tables, layout)
         self.device = AscendRequestState(self.shape, CONTEXT)
         self.slot_tables = [kind(self.shape, CONTEXT, layout) for kind in (AscendBlockTables, ReferenceBlockTables)]
         self.batcher = AscendInputBatcher(self.shape, CONTEXT, self.device)

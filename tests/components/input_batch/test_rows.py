@@ -39,7 +39,7 @@ class Rows:
     def __init__(self):
         self.states = HostStates(SHAPE)
         self.tables = MultiGroupBlockTable(SHAPE, CONTEXT, LAYOUT)
-        self.batch = NPUInputBatch(SHAPE, CONTEXT, self.tables)
+        self.batch = NPUInputBatch(SHAPE, CONTEXT, self.tables, LAYOUT)
 
     def add(self, req_id, tokens, computed=0):
         first = tokens[0]

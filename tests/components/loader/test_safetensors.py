@@ -1,6 +1,8 @@
 """Safetensors checkpoints that transformers saved, whole and damaged."""
 
 import json
+import pathlib
+import re
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from workerkit.framework.errors import ModelError, WeightError
 from workerkit.framework.interfaces.sections import ModelSection
 
 INDEX = "model.safetensors.index.json"
+MAPS = pathlib.Path("/proc/self/maps")
 
 
 @pytest.fixture
@@ -42,6 +45,16 @@ def test_every_tensor_arrives_unchanged(save, loader, family, shard_size):
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name
     assert config.architecture == type(model).__name__
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="only Linux tells what is mapped")
+def test_a_tensor_is_mapped_no_longer_than_it_is_in_use(save, loader):
+    """Else the whole file would count as memory of the process."""
+    _, folder = save()
+    part = loader(folder)
+    for _name, tensor in part.weights(part.read_config()):
+        tensor.sum()
+        assert MAPS.read_text().count(str(folder)) <= 2  # the one before as well
 
 
 def test_auto_takes_a_folder_as_safetensors(save, store):
@@ -87,11 +100,14 @@ def test_byte_ranges_that_do_not_fit_the_shape(save, loader):
     header = json.loads(data[8 : 8 + length])
     header["model.norm.weight"]["shape"] = [63]
     header["lm_head.weight"]["dtype"] = "F4"
+    embedding = header["model.embed_tokens.weight"]
+    embedding["shape"] = [-number for number in embedding["shape"]]
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     message = refusal(loader(folder))
     assert "tensor model.norm.weight: bytes" in message
     assert "tensor lm_head.weight: dtype 'F4' is not supported" in message
+    assert re.search(r"tensor model.embed_tokens.weight: bytes .* must be integers >= 0", message)
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "w.bin", 3])

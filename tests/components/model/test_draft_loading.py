@@ -261,7 +261,7 @@ def test_mtp_from_the_targets_own_checkpoint(save, store):
 
 def test_a_draft_is_not_rounded_to_8_bits_with_its_target(save, draft_from):
     network = draft_from(save("draft", EAGLE3), quantization="w8a8").load().network
-    assert network.layers[0].o_proj.matrix.tensors[0].dtype == torch.float32
+    assert network.layers[0].mixer.o_proj.matrix.tensors[0].dtype == torch.float32
 
 
 def test_a_packed_draft_stays_packed_where_its_target_does(tmp_path, draft_from):
@@ -270,7 +270,7 @@ def test_a_packed_draft_stays_packed_where_its_target_does(tmp_path, draft_from)
     types = {"keep": torch.uint8, "none": torch.float32, "int8": torch.float32}
     for quantization, dtype in types.items():
         network = draft_from(path, quantization=quantization).load().network
-        assert network.layers[0].o_proj.matrix.tensors[0].dtype == dtype
+        assert network.layers[0].mixer.o_proj.matrix.tensors[0].dtype == dtype
 
 
 def test_a_plain_model_as_draft(save, draft_from):

@@ -8,16 +8,24 @@ from workerkit.components.kernels.ordered import OrderedKernels
 from workerkit.components.model.library import NativeLibrary
 from workerkit.framework.errors import IntegrityError, ModelError, WeightError
 from workerkit.framework.interfaces.draft import HeadsDraft, HiddenDraft
-from workerkit.framework.interfaces.model import ModelConfig, RopeConfig
+from workerkit.framework.interfaces.model import ModelConfig, MoEConfig, RopeConfig
 from workerkit.plugins.builtin_kernels import CpuKernels, ReferenceKernels
 
 CPU = torch.device("cpu")
 H, INNER, HEADS, KV_HEADS, D, VOCAB, DRAFT_VOCAB, TOKENS = 32, 48, 4, 2, 8, 40, 12, 9
 THETA, EPS = 500.0, 1e-5
+EXPERTS = MoEConfig(
+    num_experts=5,
+    num_experts_per_tok=2,
+    intermediate_size=20,
+    normalize=False,
+    shared_intermediate_size=12,
+    sparse_layers=(0, 1),
+)
 
 
 def config(architecture, num_layers=1, **raw):
-    qk_norm = raw.pop("qk_norm", False)
+    qk_norm, moe = raw.pop("qk_norm", False), raw.pop("moe", None)
     return ModelConfig(
         architecture=architecture,
         vocab_size=VOCAB,
@@ -31,6 +39,7 @@ def config(architecture, num_layers=1, **raw):
         max_position_embeddings=64,
         rope=RopeConfig(rotary_dim=D, theta=THETA, original_max_position=64),
         qk_norm=qk_norm,
+        moe=moe,
         raw=raw,
     )
 
@@ -90,7 +99,7 @@ def rotate(x, positions):
 
 
 def attention(w, prefix, x, positions):
-    q = (x @ w[prefix + "q_proj.weight"].T).view(-1, HEADS, D)
+    q, *gate = (x @ w[prefix + "q_proj.weight"].T).view(len(x), HEADS, -1).split(D, -1)
     k = (x @ w[prefix + "k_proj.weight"].T).view(-1, KV_HEADS, D)
     v = (x @ w[prefix + "v_proj.weight"].T).view(-1, KV_HEADS, D).repeat_interleave(HEADS // KV_HEADS, 1)
     if prefix + "q_norm.weight" in w:
@@ -98,7 +107,10 @@ def attention(w, prefix, x, positions):
     q, k = rotate(q, positions), rotate(k, positions).repeat_interleave(HEADS // KV_HEADS, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * D**-0.5
     scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ w[prefix + "o_proj.weight"].T
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    if gate:
+        out = out * gate[0].sigmoid()
+    return out.flatten(1) @ w[prefix + "o_proj.weight"].T
 
 
 def mlp(w, prefix, x):
@@ -106,10 +118,23 @@ def mlp(w, prefix, x):
     return (gate * (x @ w[prefix + "up_proj.weight"].T)) @ w[prefix + "down_proj.weight"].T
 
 
+def experts(w, prefix, x):
+    """Those with the largest probabilities, which do not add up to 1, and the shared one behind a gate of its own."""
+    rows = []
+    for row in x:
+        probs = (w[prefix + "gate.weight"] @ row).softmax(-1)
+        best = probs.topk(EXPERTS.num_experts_per_tok).indices.tolist()
+        routed = sum(probs[e] * mlp(w, f"{prefix}experts.{e}.", row) for e in best)
+        gate = (w[prefix + "shared_expert_gate.weight"] @ row).sigmoid()
+        rows.append(routed + gate * mlp(w, prefix + "shared_expert.", row))
+    return torch.stack(rows)
+
+
 def decoder_layer(w, prefix, x, positions, norm_first=True):
     read = rms(x, w[prefix + "input_layernorm.weight"]) if norm_first else x
     x = x + attention(w, prefix + "self_attn.", read, positions)
-    return x + mlp(w, prefix + "mlp.", rms(x, w[prefix + "post_attention_layernorm.weight"]))
+    second = experts if prefix + "mlp.gate.weight" in w else mlp
+    return x + second(w, prefix + "mlp.", rms(x, w[prefix + "post_attention_layernorm.weight"]))
 
 
 def step(network, embeds, hidden):
@@ -271,8 +296,8 @@ def test_own_head_for_the_whole_vocabulary(offsets):
 def test_b138_attention_reads_2h_and_returns_h():
     network = filled("LlamaForCausalLMEagle3", eagle3_weights(), **IDS)
     first = network.layers[0]
-    assert first.qkv_proj.matrix.tensors[0].shape == ((HEADS + 2 * KV_HEADS) * D, 2 * H)
-    assert first.o_proj.matrix.tensors[0].shape == (H, HEADS * D)
+    assert first.mixer.qkv_proj.matrix.tensors[0].shape == ((HEADS + 2 * KV_HEADS) * D, 2 * H)
+    assert first.mixer.o_proj.matrix.tensors[0].shape == (H, HEADS * D)
     positions, state, carried = step(network, torch.randn(TOKENS, H), torch.randn(TOKENS, H))
     assert state.shape == carried.shape == (len(positions), H)
 
@@ -344,8 +369,18 @@ def test_fields_that_are_wrong_are_named(raw, text):
 # MTP
 
 
-def mtp_weights(qk_norm):
+def mtp_weights(qk_norm, gated=False, moe=False):
     w = {"mtp.fc.weight": random(H, 2 * H)} | layer_weights("mtp.layers.0.", qk_norm=qk_norm)
+    if gated:
+        w["mtp.layers.0.self_attn.q_proj.weight"] = random(2 * HEADS * D, H)
+    if moe:
+        room, inner, shared = "mtp.layers.0.mlp.", EXPERTS.intermediate_size, EXPERTS.shared_intermediate_size
+        w = {name: tensor for name, tensor in w.items() if not name.startswith(room)}
+        w |= {f"{room}gate.weight": random(EXPERTS.num_experts, H), f"{room}shared_expert_gate.weight": random(1, H)}
+        sizes = {f"experts.{expert}": inner for expert in range(EXPERTS.num_experts)} | {"shared_expert": shared}
+        for name, size in sizes.items():
+            shapes = {"gate_proj": (size, H), "up_proj": (size, H), "down_proj": (H, size)}
+            w |= {f"{room}{name}.{end}.weight": random(*shape) for end, shape in shapes.items()}
     return w | {f"mtp.{name}.weight": random(H) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
 
 
@@ -364,7 +399,8 @@ def speculators_name(name):
 @pytest.mark.parametrize(
     ("architecture", "raw", "one"),
     [
-        ("Qwen3NextMTP", {}, 1),
+        ("Qwen3NextMTP", {"moe": EXPERTS}, 1),
+        ("Qwen3_5MTP", {}, 1),
         ("MTPDraftModel", {"model_type": "qwen3_5_text"}, 1),
         ("MTPDraftModel", {"model_type": "qwen3", "qk_norm": True}, 0),
         ("MTPDraftModel", {"model_type": "llama"}, 0),
@@ -372,8 +408,9 @@ def speculators_name(name):
 )
 @pytest.mark.parametrize("names", ["mtp", "speculators"])
 def test_mtp(architecture, raw, one, names):
-    """Norms of Qwen3-Next multiply by 1 + weight; the rest of the checkpoint is the target."""
-    w = mtp_weights(qk_norm=raw.get("model_type") != "llama")
+    """Queries of Qwen3-Next come with gates, and its norms multiply by 1 + weight; the rest of the checkpoint is the
+    target."""
+    w = mtp_weights(qk_norm=raw.get("model_type") != "llama", gated=bool(one), moe="moe" in raw)
     stored = w if names == "mtp" else {speculators_name(name): tensor for name, tensor in w.items()}
     rest = {"model.embed_tokens.weight": torch.zeros(1), "model.layers.0.mlp.up_proj.weight": torch.zeros(1)}
     network = filled(architecture, rest | stored | {"lm_head.weight": torch.zeros(1)}, num_layers=24, **raw)
@@ -394,6 +431,20 @@ def test_mtp(architecture, raw, one, names):
     assert not network.has_head
     network.load_weights(stored.items())  # 1 is added once
     close(step(network, embeds, hidden)[1], expected)
+
+
+def test_mtp_with_experts_that_lie_stacked():
+    w = mtp_weights(qk_norm=True, gated=True, moe=True)
+    single, room = dict(w), "mtp.layers.0.mlp.experts."
+    parts = {
+        end: torch.stack([w.pop(f"{room}{number}.{end}.weight") for number in range(EXPERTS.num_experts)])
+        for end in ("gate_proj", "up_proj", "down_proj")
+    }
+    w[f"{room}gate_up_proj"] = torch.cat((parts["gate_proj"], parts["up_proj"]), dim=1)
+    w[f"{room}down_proj"] = parts["down_proj"]
+    inputs = torch.randn(TOKENS, H), torch.randn(TOKENS, H)
+    one, other = (step(filled("Qwen3_5MTP", tensors, moe=EXPERTS), *inputs)[1] for tensors in (single, w))
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("field", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
@@ -535,11 +586,9 @@ def test_offsets_without_a_head():
     assert problems(network, w) == ["d2t without lm_head.weight: the target's head knows no draft vocabulary"]
 
 
-def test_a_real_qwen3_next_layer_is_refused_by_its_tensors():
-    """Gated queries and experts come with that family; until then nothing is loaded in part."""
-    w = mtp_weights(qk_norm=True) | {"mtp.layers.0.self_attn.q_proj.weight": random(2 * HEADS * D, H)}
-    assert problems(build("Qwen3NextMTP"), w) == [
-        "mtp.layers.0.self_attn.q_proj.weight has shape [64, 32], not [32, 32]"
+def test_queries_without_gates_are_refused():
+    assert problems(build("Qwen3NextMTP"), mtp_weights(qk_norm=True)) == [
+        "mtp.layers.0.self_attn.q_proj.weight has shape [32, 32], not [64, 32]"
     ]
 
 

@@ -48,7 +48,7 @@ def test_every_parameter_is_filled():
     filled = dict(network.weights())
     assert all(tensor.isfinite().all() for tensor in filled.values())
     q = tensors["model.layers.1.self_attn.q_proj.weight"]
-    (weight, _) = network.layers[1].qkv_proj.matrix.tensors
+    (weight, _) = network.layers[1].mixer.qkv_proj.matrix.tensors
     assert torch.equal(weight[: q.shape[0]], q)
     size = sum(tensor.numel() for tensor in tensors.values())
     assert sum(tensor.numel() for name, tensor in filled.items() if name != "rotary.inv_freq") == size

@@ -95,7 +95,7 @@ def test_network_then_attention_then_kernels_then_weights():
 
 def test_matrices_are_kept_as_the_config_says():
     network = model([], quantization="int8").load().network
-    assert network.layers[1].o_proj.matrix.tensors[0].dtype == torch.int8
+    assert network.layers[1].mixer.o_proj.matrix.tensors[0].dtype == torch.int8
     assert network.layers[1].input_layernorm.weight.dtype == torch.float32
 
 

@@ -146,7 +146,7 @@ def test_each_kind_of_layer_has_a_choice(gguf_loader):
     assert kinds_of(network) == {
         "embed_tokens": torch.float32,
         "lm_head": torch.int8,
-        **{f"layers.{n}.{name}_proj": torch.uint8 for n in (0, 1) for name in ("qkv", "o")},
+        **{f"layers.{n}.mixer.{name}_proj": torch.uint8 for n in (0, 1) for name in ("qkv", "o")},
         **{f"layers.{n}.mlp.{name}_proj": torch.int8 for n in (0, 1) for name in ("gate_up", "down")},
     }
     assert len(network.lm_head.matrix.tensors) == 2
@@ -175,9 +175,9 @@ def test_layers_that_cannot_stay_packed_are_named(gguf_loader, caplog):
     with caplog.at_level(logging.WARNING):
         network = loaded(loader, default="keep")
     (record,) = caplog.records
-    assert record.message.endswith("different ways: layers.0.qkv_proj, layers.1.qkv_proj")
+    assert record.message.endswith("different ways: layers.0.mixer.qkv_proj, layers.1.mixer.qkv_proj")
     types = kinds_of(network)
-    assert (types["layers.0.qkv_proj"], types["layers.0.mlp.down_proj"]) == (torch.float32, torch.float32)
+    assert (types["layers.0.mixer.qkv_proj"], types["layers.0.mlp.down_proj"]) == (torch.float32, torch.float32)
     assert types["layers.0.mlp.gate_up_proj"] == torch.uint8
     torch.testing.assert_close(dense_logits(network, IDS), dense_logits(loaded(loader), IDS), atol=1e-3, rtol=1e-4)
 

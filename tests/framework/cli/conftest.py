@@ -113,7 +113,7 @@ class ScriptedEngine(Engine):
                 self.abort(req_id)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, lora: str | None = None
     ) -> Iterator[RequestDelta]:
         self.messages.append(list(messages))
         return self.stream(messages[-1]["content"], params)

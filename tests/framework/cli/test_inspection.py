@@ -81,7 +81,8 @@ def test_b79_check_lists_every_problem_and_fails(real_cli, document, capsys):
         "modle: no such section; did you mean 'model'?",
         "limits: unknown key 'max-num-reqs'; did you mean 'max_num_reqs'?",
         "cache.block_size: expected int, got '16' (str)",
-        "cache: unknown key 'max_model_len'; known: block_size, memory_bytes, memory_fraction, num_blocks",
+        "cache: unknown key 'max_model_len'; known: block_size, memory_bytes, memory_fraction, num_blocks, "
+        "quantization, state_interval",
     ]
     assert "components.samplr: no such role; did you mean 'sampler'?" in problems
     assert "components.attention.use: no attention 'cpuu'; did you mean 'cpu'?" in problems
