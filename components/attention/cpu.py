@@ -103,7 +103,14 @@ class CpuAttention(AttentionBackend):
             if decodes is not None:
                 key_cache, value_cache, table = read_kv(kernels, layer, caches, decodes.block_table, query.dtype)
                 decoded = kernels.decode_attention(
-                    query[decodes.tokens], key_cache, value_cache, table, decodes.mask, layer.scale, sinks
+                    query[decodes.tokens],
+                    key_cache,
+                    value_cache,
+                    table,
+                    decodes.mask,
+                    layer.scale,
+                    sinks,
+                    layer.softcap,
                 )
                 if decoded.shape[0] == query.shape[0]:
                     return decoded
@@ -121,6 +128,7 @@ class CpuAttention(AttentionBackend):
                     layer.scale,
                     layer.sliding_window,
                     sinks,
+                    layer.softcap,
                 )
             return output
 
@@ -130,13 +138,14 @@ class CpuAttention(AttentionBackend):
 def _serves(kernels: Kernels, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> bool:
     """Whether `paged_attention` works for heads like these: it says so when it is given a token of them."""
     one, starts = torch.ones(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
-    for heads, kv_heads, dim, value_dim, has_sinks in {
-        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.has_sinks) for layer in layers
+    for heads, kv_heads, dim, value_dim, has_sinks, softcap in {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.has_sinks, layer.softcap)
+        for layer in layers
     }:
         query, keys = torch.zeros(1, heads, dim, dtype=dtype), torch.zeros(2, 1, kv_heads, dim, dtype=dtype)
         values, sinks = keys[..., :value_dim], torch.zeros(heads, dtype=dtype) if has_sinks else None
         try:
-            kernels.paged_attention(query, keys, values, one[:, None], starts, one, 1.0, None, sinks)
+            kernels.paged_attention(query, keys, values, one[:, None], starts, one, 1.0, None, sinks, softcap)
         except NotImplementedError:
             return False
     return True

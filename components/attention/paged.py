@@ -34,6 +34,7 @@ def attend_paged(kernels: Kernels, batch: InputBatch, tables: BatchTables, cache
             layer.scale,
             layer.sliding_window,
             sinks,
+            layer.softcap,
         )
 
     return attend

@@ -135,7 +135,7 @@ class SdpaAttention(AttentionBackend):
         self, layer: AttentionLayer, query: torch.Tensor, rows: _Rows, caches: KVCaches, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         key_cache, value_cache, table = read_kv(self._kernels, layer, caches, rows.block_table, query.dtype)
-        return _attend(layer, query, attrs.evolve(rows, block_table=table), key_cache, value_cache, sinks)
+        return _attend(layer, query, rows, table, key_cache, value_cache, sinks)
 
 
 def _rows(
@@ -164,13 +164,13 @@ def _attend(
     layer: AttentionLayer,
     query: torch.Tensor,
     rows: _Rows,
+    table: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """query [R * Q, Nq, D] -> [R * Q, Nq, Dv]. Query heads of one key head become queries of it: G times as many."""
-    table, length = rows.block_table, rows.query_len
-    num_rows, num_kv_heads = len(table), layer.num_kv_heads
+    length, num_rows, num_kv_heads = rows.query_len, len(table), layer.num_kv_heads
     group = layer.num_heads // num_kv_heads
     keys, values = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (key_cache, value_cache))
     seen = rows.seen
@@ -181,6 +181,12 @@ def _attend(
         keys[..., -1, -1] = 1
     queries = query.view(num_rows, length, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     seen = seen[:, None, None].expand(-1, 1, group, -1, -1).flatten(2, 3)  # [R, 1, G * Q, S]
-    output = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=layer.scale)
+    if layer.softcap is None:
+        output = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=layer.scale)
+    else:  # torch's kernels have no soft cap
+        scores = torch.matmul(queries.float() * layer.scale, keys.float().transpose(-1, -2))
+        scores[..., : rows.seen.shape[-1]].div_(layer.softcap).tanh_().mul_(layer.softcap)  # a sink is not capped
+        probs = torch.softmax(scores.masked_fill_(~seen, float("-inf")), dim=-1)
+        output = torch.matmul(probs, values.float()).to(query.dtype)
     output = output.reshape(num_rows, num_kv_heads, group, length, -1).permute(0, 3, 1, 2, 4)
     return output.reshape(num_rows * length, layer.num_heads, -1)

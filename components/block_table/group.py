@@ -38,8 +38,9 @@ class GroupRows:
         ids = np.asarray(block_ids, np.int32)
         if self.stride == 1:
             return ids
-        parts = ids[:, None] * self.stride + np.arange(self.ratio, dtype=np.int32)
-        return (parts * (ids != NULL_BLOCK_ID)[:, None]).reshape(-1)
+        parts: np.ndarray = ids[:, None] * self.stride + np.arange(self.ratio, dtype=np.int32)
+        parts[ids == NULL_BLOCK_ID] = NULL_BLOCK_ID
+        return parts.reshape(-1)
 
     def check(self, index: int, held: int, block_ids: Sequence[int]) -> None:
         """Raises CacheError when the row, which holds `held` kernel blocks, cannot take the manager blocks."""

@@ -36,6 +36,9 @@ class CompiledGraphs(GraphManager):
 
     @property
     def cases(self) -> tuple[BatchDescriptor, ...]:
+        if self._attention.graph_support != "always":
+            _log.warning("steps run eagerly: the attention backend works out part of a step on the host")
+            return ()
         return (self._case,)
 
     def dispatch(self, shape: BatchShape) -> BatchDescriptor:
@@ -55,8 +58,6 @@ class CompiledGraphs(GraphManager):
         try:
             if inputs.recurrent is not None:
                 raise UnsupportedError("where the recurrent states lie is said by other tensors in each step")
-            if self._attention.graph_support != "always":
-                raise UnsupportedError("the attention backend works out part of a step on the host")
             self._program, (self._hidden, self._taps) = self._kernels.record(run, desc.num_tokens, self._max_tokens)
         except UnsupportedError as error:
             _log.warning("steps run eagerly, for the forward cannot be recorded: %s", error)

@@ -12,7 +12,8 @@ from workerkit.framework.interfaces.kernels import Kernels
 class RMSNorm(torch.nn.Module):
     """Norm over the last dimension, alone or fused with the addition of a residual.
 
-    offset: what a checkpoint's weights are short of; it is added when they are loaded.
+    offset: what a checkpoint's weights are short of; it is added when they are loaded, and the sums are kept in float32:
+    in a lower type they would lose digits that the file has.
     """
 
     def __init__(
@@ -20,7 +21,8 @@ class RMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.offset = offset
-        self.weight = torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        kept = torch.float32 if offset else dtype
+        self.weight = torch.nn.Parameter(torch.empty(size, dtype=kept, device=device), requires_grad=False)
         self.eps = eps
         self.kernels = kernels
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from workerkit.components.loader.families.bamba import bamba
 from workerkit.components.loader.families.deepseek import deepseek
+from workerkit.components.loader.families.gemma import gemma2, gemma3
 from workerkit.components.loader.families.gpt_oss import gpt_oss
 from workerkit.components.loader.families.qwen3_next import qwen3_5, qwen3_5_moe, qwen3_next
 from workerkit.components.loader.families.qwen3_vl import qwen3_5_moe_vl, qwen3_5_vl, qwen3_vl
@@ -28,6 +29,7 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -43,6 +45,8 @@ FAMILIES = {
 FAMILY_PAGES: dict[str, Callable[[ModelConfig, Mapping[str, Any], Fields], ModelConfig]] = {
     "bamba": bamba,
     "deepseek_v3": deepseek,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
     "gpt_oss": gpt_oss,
     "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_5_text": qwen3_5,
@@ -51,11 +55,12 @@ FAMILY_PAGES: dict[str, Callable[[ModelConfig, Mapping[str, Any], Fields], Model
     "qwen3_5": qwen3_5_vl,
     "qwen3_5_moe": qwen3_5_moe_vl,
 }
+_GEMMA = ("gemma2", "gemma3_text")
 _QWEN = ("qwen2", "qwen3", "qwen3_moe")
 MEDUSA = "MedusaModel"
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _HEAD_DIMS = {  # transformers' defaults, where they are fixed
-    **{"qwen3": 128, "qwen3_vl_text": 128, "gemma3_text": 256, "gpt_oss": 64},
+    **{"qwen3": 128, "qwen3_vl_text": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64},
     **{"qwen3_next": 256, "qwen3_5_text": 256, "qwen3_5_moe_text": 256, "qwen3_5": 256, "qwen3_5_moe": 256},
 }
 _HEAD_DIM_NAMES = {"deepseek_v3": "qk_rope_head_dim"}  # where rope is of a part of each head alone
@@ -123,14 +128,13 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
         if method not in _PACKED.get(family or "", ()):
             text = f"{method!r} is not supported; use a checkpoint of plain weights, or a GGUF file"
             fields.problem("quantization_config", text)
-    gemma = family == "gemma3_text"
-    if gemma:
+    two_ropes = family == "gemma3_text"
+    if family in _GEMMA:
         hidden_act = fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-        _refuse_of_gemma(fields)
     else:
         hidden_act = fields.choice("hidden_act", _ACTIVATIONS, "silu") if strict else str(raw.get("hidden_act", "silu"))
     attention_bias = (
-        fields.flag("attention_bias", False) if family in ("llama", "qwen3", "qwen3_moe", "gemma3_text") else False
+        fields.flag("attention_bias", False) if family in ("llama", "qwen3", "qwen3_moe", *_GEMMA) else False
     )
     dtype_field = "dtype" if raw.get("dtype") is not None else "torch_dtype"
     dtype = str(raw.get(dtype_field) or "float32").removeprefix("torch.")
@@ -152,20 +156,18 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any], source: 
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_position,
-        rope=_rope(_of_layers(raw, "full_attention", 1e6) if gemma else raw, problems, head_dim, max_position, strict),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", gemma),
+        rope=_rope(
+            _of_layers(raw, "full_attention", 1e6) if two_ropes else raw, problems, head_dim, max_position, strict
+        ),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", family in _GEMMA),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", False) if family == "llama" else False,
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         hidden_act="silu" if hidden_act == "swish" else hidden_act,
         sliding_windows=_sliding_windows(raw, fields, family, num_layers),
-        norm_offset=1.0 if gemma else 0.0,
-        sandwich_norms=gemma,
-        embedding_scale=hidden_size**0.5 if gemma else 1.0,
-        attention_scale=fields.integer("query_pre_attn_scalar", 256) ** -0.5 if gemma else None,
         local_rope=_rope(_of_layers(raw, "sliding_attention", 1e4), problems, head_dim, max_position, strict)
-        if gemma
+        if two_ropes
         else None,
         moe=_moe(raw, fields, family, num_layers),
         bos_token_id=bos[0] if bos else None,
@@ -215,9 +217,10 @@ def _sliding_windows(
         pattern = fields.integer("sliding_window_pattern", default=6)
         types = ["full_attention" if (n + 1) % pattern == 0 else "sliding_attention" for n in range(num_layers)]
         return _windows(raw, fields, fields.integer("sliding_window", default=4096), types, num_layers)
-    if family == "gpt_oss":
+    if family in ("gemma2", "gpt_oss"):
         types = ["full_attention" if n % 2 else "sliding_attention" for n in range(num_layers)]
-        return _windows(raw, fields, fields.integer("sliding_window", default=128), types, num_layers)
+        window = fields.integer("sliding_window", default=4096 if family == "gemma2" else 128)
+        return _windows(raw, fields, window, types, num_layers)
     if family == "mixtral" and raw.get("sliding_window") is not None:
         return (fields.integer("sliding_window"),) * num_layers
     if family not in _QWEN or not fields.flag("use_sliding_window", False):
@@ -243,14 +246,6 @@ def _windows(
         return ()
     windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     return windows if any(windows) else ()
-
-
-def _refuse_of_gemma(fields: Fields) -> None:
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if fields.number(name, default=None) is not None:
-            fields.problem(name, "is not supported, only null")
-    if fields.flag("use_bidirectional_attention", False):
-        fields.problem("use_bidirectional_attention", "is not supported, only false")
 
 
 def _of_layers(raw: Mapping[str, Any], kind: str, theta: float) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def make_attention_layers(config: ModelConfig, prefix: str) -> tuple[AttentionLa
             scale=config.attention_scale or config.head_dim**-0.5,
             sliding_window=windows[number],
             has_sinks=config.attention_sinks,
+            softcap=config.attn_logit_softcapping,
             latent_dim=None if config.mla is None else config.mla.kv_lora_rank,
         )
         for index, number in enumerate(numbers)
@@ -202,7 +203,8 @@ class Decoder(CheckpointNetwork):
         return LayerContext(cos=cos, sin=sin, attend=inputs.attend, recurrent=inputs.recurrent)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head.logits(hidden)
+        logits, cap = self.lm_head.logits(hidden), self.config.final_logit_softcapping
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def required_tensors(self) -> dict[str, Destination]:
         tensors = {**self.embed_tokens.destinations(), "model.norm.weight": self.norm.destination()}

@@ -33,6 +33,7 @@ class NativeLibrary(ModelLibrary):
         "MistralForCausalLM": Decoder,
         "Qwen2ForCausalLM": Decoder,
         "Qwen3ForCausalLM": Decoder,
+        "Gemma2ForCausalLM": Decoder,
         "Gemma3ForCausalLM": Decoder,
         "MixtralForCausalLM": Mixtral,
         "BambaForCausalLM": Bamba,

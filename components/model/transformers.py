@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from workerkit.components.model.transformers_attention import ARGUMENT, NAME, register
+from workerkit.components.model.transformers_attention import NAME, handing_over, register
 from workerkit.framework.errors import ModelError, UnsupportedError
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext
@@ -27,18 +28,9 @@ from workerkit.framework.interfaces.model import (
 from workerkit.framework.interfaces.sections import ModelSection
 from workerkit.framework.interfaces.store import ModelStore
 
-# What an attention layer may ask of its function besides the product itself, and the value, beside None, that asks for
-# nothing.
-_ASKS_FOR_NOTHING: dict[str, Any] = {
-    "attention_mask": None,
-    "dropout": 0,
-    "is_causal": True,
-    "softcap": None,
-    "s_aux": None,
-    "position_bias": None,
-    "alibi": None,
-    "head_mask": None,
-}
+# What an attention layer may tell its function: what we serve, what is said elsewhere, and what asks for other results.
+_SERVED = frozenset(("scaling", "sliding_window", "softcap", "s_aux", "is_causal"))
+_SAID_ELSEWHERE = frozenset(("position_ids", "output_attentions"))
 _LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that depend on the longest request of a batch
 
 

@@ -225,9 +225,9 @@ WORKERKIT_API = $api
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H]: computed in float32, rounded to x's dtype, times weight."""
+    """x [..., H], weight [H], of x's dtype or float32: computed in float32, rounded to x's dtype."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 class $cls(KernelLibrary):

@@ -284,13 +284,13 @@ class Experts(Protocol):
 
 
 class RmsNorm(Protocol):
-    """Root mean square norm."""
+    """Root mean square norm. The weight [H] has x's dtype, or is float32 whatever x is; what is returned has x's."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
 
 class FusedAddRmsNorm(Protocol):
-    """Residual add and norm in one. The sum may take the memory of the residual."""
+    """Residual add and norm in one, the weight as for `rms_norm`. The sum may take the memory of the residual."""
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -391,6 +391,7 @@ class PagedAttention(Protocol):
         scale: float,
         sliding_window: int | None,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -406,6 +407,7 @@ class DecodeAttention(Protocol):
         mask: torch.Tensor,
         scale: float,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -422,6 +424,7 @@ class PrefillAttention(Protocol):
         scale: float,
         sliding_window: int | None,
         sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor: ...
 
 

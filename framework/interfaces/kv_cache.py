@@ -32,6 +32,7 @@ class AttentionLayer:
     sliding_window: int | None = None  # keys a query may see, its own included
     latent_dim: int | None = None  # MLA: a value is the first so many elements of its key, which alone is kept
     has_sinks: bool = False  # `attend` is given a logit for each head that stands for no value
+    softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)
     is_draft: bool = False  # of the draft's network, whose layers come behind the target's
 
     @property

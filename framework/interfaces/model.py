@@ -84,6 +84,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # multiplies query · key; None: head_dim ** -0.5
     attention_sinks: bool = False  # see AttentionLayer.has_sinks
+    attn_logit_softcapping: float | None = None  # see AttentionLayer.softcap
+    final_logit_softcapping: float | None = None  # a logit x counts as cap * tanh(x / cap)
     local_rope: RopeConfig | None = None  # of layers with a sliding window; None: as all others
     sliding_windows: tuple[int | None, ...] = ()  # one entry a layer: tokens a query may see, itself included
     moe: MoEConfig | None = None

@@ -268,8 +268,15 @@ class FakeLoRA(LoRA):
     def remove(self, name: str) -> None:
         del self._adapters[name]
 
+    def schedule(self, output: SchedulerOutput) -> bool:
+        """Graphs hold all there is."""
+        return False
+
     def activate(self, batch: InputBatch) -> None:
         """The base model for every row."""
+
+    def deactivate(self) -> None:
+        """Nothing was activated."""
 
 
 @attrs.frozen(kw_only=True)

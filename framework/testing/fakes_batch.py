@@ -295,7 +295,8 @@ class FakeKVCache(KVCacheManager):
         num_blocks = self._section.num_blocks or min(available_bytes // (spec.page_bytes * len(layers)), 1024)
         if num_blocks < 2:
             raise CacheError(f"{available_bytes} bytes hold no two blocks of {spec.page_bytes} bytes")
-        return KVLayout(num_blocks=num_blocks, groups=(group,), kernel_block_size=b)
+        block_bytes = spec.page_bytes * len(layers)
+        return KVLayout(num_blocks=num_blocks, groups=(group,), kernel_block_size=b, block_bytes=block_bytes)
 
     def allocate(self, layout: KVLayout, layers: Sequence[AttentionLayer]) -> KVCaches:
         spec, b = layout.groups[0].spec, layout.kernel_block_size

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from workerkit.framework.errors import RequestError
-from workerkit.framework.interfaces.sampling_params import StructuredOutputsParams
 from workerkit.framework.interfaces.image import ImageProcessor, ProcessedImage
+from workerkit.framework.interfaces.sampling_params import StructuredOutputsParams
 from workerkit.framework.interfaces.structured import GrammarMatcher, StructuredOutputs
 from workerkit.framework.interfaces.text import ChatTemplate, Detokenizer, Tokenizer
 from workerkit.framework.testing.fakes_model import FAKE_VOCAB

@@ -32,6 +32,24 @@ def _widened(
     return query, keys, values
 
 
+def _soft_capped(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float,
+    num_keys: int,
+) -> torch.Tensor:
+    """query [..., Q, D], keys [..., S, D], values [..., S, Dv], seen [..., Q, S] -> [..., Q, Dv]. torch's kernel has no
+    soft cap, so the scores are made here, in float32; those of keys behind num_keys are sinks, which it leaves alone."""
+    scores = torch.matmul(query.float() * scale, keys.float().transpose(-1, -2))
+    scores[..., :num_keys].div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(~seen, float("-inf"))
+    probs = torch.softmax(scores, dim=-1).masked_fill_(~seen.any(-1, keepdim=True), 0.0)
+    return torch.matmul(probs, values.float()).to(query.dtype)
+
+
 def decode_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -40,6 +58,7 @@ def decode_attention(
     mask: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True for keys seen; sinks [Nq].
 
@@ -50,8 +69,12 @@ def decode_attention(
     query, keys, values = _widened(query, keys, values, scale, sinks)
     if sinks is not None:
         mask = pad(mask, (0, 1), value=True)
-    folded = query.view(query.shape[0], keys.shape[1], -1, query.shape[2])
-    output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask[:, None, None, :], scale=scale)
+    folded, seen = query.view(query.shape[0], keys.shape[1], -1, query.shape[2]), mask[:, None, None, :]
+    if softcap is None:
+        output = scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=scale)
+    else:
+        num_keys = keys.shape[2] - int(sinks is not None)
+        output = _soft_capped(folded, keys, values, seen, scale, softcap, num_keys)
     return output.reshape(query.shape)[..., : value_cache.shape[-1]]
 
 
@@ -64,6 +87,7 @@ def prefill_attention(
     scale: float,
     sliding_window: int | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len; sinks [Nq]."""
     num_queries, num_heads = query.shape[:2]
@@ -81,13 +105,13 @@ def prefill_attention(
         _gather(cache, blocks, query.dtype)[0, :, None, : seq_len - first_key] for cache in (key_cache, value_cache)
     )
     query, keys, values = _widened(query, keys, values, scale, sinks)
-    keys, values = keys.expand(-1, group, -1, -1), values.expand(-1, group, -1, -1)
     folded = query.transpose(0, 1).view(num_kv_heads, group, num_queries, -1)
-    windowed = sliding_window is not None and sliding_window < seq_len
-    if num_queries == 1 and not windowed:
-        output = scaled_dot_product_attention(folded, keys, values, scale=scale)
-    elif num_queries == seq_len and not windowed and sinks is None:
-        output = scaled_dot_product_attention(folded, keys, values, is_causal=True, scale=scale)
+    plain = softcap is None and (sliding_window is None or sliding_window >= seq_len)
+    wide_keys, wide_values = keys.expand(-1, group, -1, -1), values.expand(-1, group, -1, -1)
+    if num_queries == 1 and plain:
+        output = scaled_dot_product_attention(folded, wide_keys, wide_values, scale=scale)
+    elif num_queries == seq_len and plain and sinks is None:
+        output = scaled_dot_product_attention(folded, wide_keys, wide_values, is_causal=True, scale=scale)
     else:
         positions = torch.arange(first_key, seq_len, device=query.device)
         queries = positions[first_query - first_key :, None]
@@ -96,5 +120,9 @@ def prefill_attention(
             mask &= positions > queries - sliding_window
         if sinks is not None:
             mask = pad(mask, (0, 1), value=True)
-        output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+        if softcap is None:
+            output = scaled_dot_product_attention(folded, wide_keys, wide_values, attn_mask=mask, scale=scale)
+        else:  # the queries of a group's heads are rows of one matrix here: keys that are repeated would be copied
+            folded, mask, num_keys = folded.flatten(1, 2), mask.repeat(group, 1), seq_len - first_key
+            output = _soft_capped(folded, keys[:, 0], values[:, 0], mask, scale, softcap, num_keys)
     return output.view(num_heads, num_queries, -1).transpose(0, 1)[..., : value_cache.shape[-1]]

@@ -6,8 +6,9 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H]: x / sqrt(mean(x^2) + eps) * weight, computed in float32, rounded once."""
-    return torch.rms_norm(x, weight.shape, weight, eps)
+    """x [..., H], weight [H], of x's dtype or float32: x / sqrt(mean(x^2) + eps) * weight, computed in float32, rounded
+    once."""
+    return torch.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def fused_add_rms_norm(
@@ -15,4 +16,4 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     total = x + residual
-    return torch.rms_norm(total, weight.shape, weight, eps), total
+    return rms_norm(total, weight, eps), total

@@ -1,4 +1,7 @@
-"""Attention over the paged cache: softmax(scale * q k^T) v in float32, query heads sharing key heads in groups."""
+"""Attention over the paged cache: softmax(scale * q k^T) v in float32, query heads sharing key heads in groups.
+
+With a soft cap c a score s is c * tanh(s / c) (Gemma 2, 2024).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ def _attend(
     seen: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """query [Q, Nq, D], keys [S, Nk, D], values [S, Nk, Dv], seen [Q, S], sinks [Nq] -> [Q, Nq, Dv]; a query that sees
     nothing yields 0."""
@@ -20,6 +24,8 @@ def _attend(
     wide_values = values.float().repeat_interleave(group, dim=1)
     wide_values = wide_values.masked_fill(~seen.any(0)[:, None, None], 0.0)  # NaN, perhaps: of another owner
     scores = torch.einsum("qnd,snd->nqs", query.float(), wide_keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, float("-inf"))
     blind = ~seen.any(-1, keepdim=True)
     scores = scores.masked_fill(blind, 0.0)
@@ -48,6 +54,7 @@ def prefill_attention(
     scale: float,
     sliding_window: int | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """One request. query [Q, Nq, D], the last Q positions of seq_len; block_ids [W], W * b >= seq_len; sinks [Nq]."""
     first, block_size = 0, key_cache.shape[1]
@@ -56,7 +63,7 @@ def prefill_attention(
     blocks = block_ids[first // block_size :].long()
     keys, values = (cache[blocks].flatten(0, 1)[: seq_len - first] for cache in (key_cache, value_cache))
     seen = _seen(query.shape[0], seq_len, sliding_window, query.device)[:, first:]
-    return _attend(query, keys, values, seen, scale, sinks)
+    return _attend(query, keys, values, seen, scale, sinks, softcap)
 
 
 def paged_attention(
@@ -69,6 +76,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D or Dv]; block_table [R, W]; query_start_loc [R + 1];
     seq_lens [R], the queries of a row being the last positions of its sequence. Tokens of no row yield zeros."""
@@ -77,7 +85,7 @@ def paged_attention(
     for row, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], seq_lens.tolist(), strict=True)):
         if end > start:
             output[start:end] = prefill_attention(
-                query[start:end], key_cache, value_cache, block_table[row], seq_len, scale, sliding_window, sinks
+                query[start:end], key_cache, value_cache, block_table[row], seq_len, scale, sliding_window, sinks, softcap
             )
     return output
 
@@ -90,10 +98,12 @@ def decode_attention(
     mask: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """One query a row. query [B, Nq, D]; block_table [B, W]; mask [B, W * b] bool, True where a key is seen."""
     output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     for row, block_ids in enumerate(block_table.long()):
         keys, values = key_cache[block_ids].flatten(0, 1), value_cache[block_ids].flatten(0, 1)
-        output[row : row + 1] = _attend(query[row : row + 1], keys, values, mask[row : row + 1], scale, sinks)
+        own = slice(row, row + 1)
+        output[own] = _attend(query[own], keys, values, mask[own], scale, sinks, softcap)
     return output

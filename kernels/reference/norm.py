@@ -6,10 +6,11 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H]: x / sqrt(mean(x^2) + eps) in float32, rounded to x's dtype, times weight."""
+    """x [..., H], weight [H], of x's dtype or float32: x / sqrt(mean(x^2) + eps) in float32, rounded to the weight's
+    dtype, times weight, rounded to x's."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
 def fused_add_rms_norm(

@@ -27,9 +27,11 @@ class Adapters:
         self._wanted.clear()
 
     def name(self, request: Any) -> str | None:
-        """Of a vLLM LoRARequest. Its number keeps two of one name apart."""
+        """Of a vLLM LoRARequest. Its number keeps two of one name apart. Raises RequestError."""
         if request is None:
             return None
+        if request.load_inplace:
+            raise RequestError(f"adapter {request.lora_name!r}: load_inplace is not served; remove the old one before")
         name = f"{request.lora_name}#{request.lora_int_id}"
         self._sources[name] = request.lora_path
         return name

@@ -75,8 +75,7 @@ class VllmWorker(WorkerBase):
         size = self._worker.shape.vocab_size
         if wrong := [token for token in new.token_ids if not 0 <= token < size]:
             raise RequestError(f"token id {wrong[0]} is not in the model's vocabulary, 0 to {size - 1}")
-        tower = self._network.vision
-        if tower is not None and (problem := next(problems(new.images, tower), None)):
+        if new.images and (tower := self._network.vision) and (problem := next(problems(new.images, tower), None)):
             raise RequestError(problem)
         self._worker.check_request(new.sampling)
 

@@ -3,9 +3,9 @@
     python tests/benchmarks/kv_int8.py [--prompts 4] [--length 200] [--tokens 64] [--dtype float32]
 
 The model continues each prompt greedily with keys and values in model.dtype. Every other row reads the same tokens with
-some layers in int8, and its logits are compared at each new position: the mean and the largest absolute difference, also
-in standard deviations of the position's logits, the mean Kullback-Leibler divergence, and how often the likeliest token
-is the same. `alone` is how many of the tokens it continues with by itself are the same, before the first other one.
+some layers in int8, and its logits are compared at each new position: the mean and the largest absolute difference, the
+mean in standard deviations of the position's logits, the mean Kullback-Leibler divergence, and how often the likeliest
+token is the same. `alone`: how many tokens are the same when it goes on by itself, before the first other one.
 """
 
 import argparse

@@ -68,8 +68,8 @@ GEMMA = {
     "query_pre_attn_scalar": 24,
 }
 KINDS = {
-    "dense": Kind(family="Qwen3", fields={"head_dim": 16, "tie_word_embeddings": True}, few_blocks=30),
-    "adapters": Kind(family="Llama", fields={}, few_blocks=30, has_adapters=True),
+    "dense": Kind(family="Qwen3", fields={"head_dim": 16, "tie_word_embeddings": True}, few_blocks=36),
+    "adapters": Kind(family="Llama", fields={}, few_blocks=36, has_adapters=True),
     "experts": Kind(
         family="Qwen3Moe",
         fields={
@@ -80,7 +80,7 @@ KINDS = {
             "mlp_only_layers": [1],
             "head_dim": 32,
         },
-        few_blocks=30,
+        few_blocks=36,
     ),
     "latent": Kind(
         family="DeepseekV3",
@@ -99,7 +99,7 @@ KINDS = {
             "qk_rope_head_dim": 8,
             "v_head_dim": 12,
         },
-        few_blocks=30,
+        few_blocks=36,
         drafts=(MTP, TARGET),
     ),
     "delta-net": Kind(
@@ -133,8 +133,10 @@ KINDS = {
         drafts=(DENSE,),
         cache={"state_interval": 8},
     ),
-    "windows": Kind(family="Gemma3Text", fields=GEMMA, few_blocks=50),
-    "rounded": Kind(family="Gemma3Text", fields=GEMMA, few_blocks=50, cache={"quantization": {"full": "int8"}}),
+    "windows": Kind(family="Gemma3Text", fields=GEMMA, few_blocks=40),
+    "rounded": Kind(
+        family="Gemma3Text", fields=GEMMA, few_blocks=20, drafts=(), cache={"quantization": {"full": "int8"}}
+    ),
     "sinks": Kind(
         family="GptOss",
         fields={
@@ -145,7 +147,7 @@ KINDS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
             "attn_implementation": "eager",
         },
-        few_blocks=50,
+        few_blocks=40,
     ),
 }
 
@@ -166,11 +168,11 @@ class Way:
 WAYS = {
     "v1": Way(runner="v1", tokens=11, few_blocks=True),
     "v1-ngram": Way(runner="v1", tokens=64, drafts=0),
-    "v1-draft": Way(runner="v1", tokens=24, drafts=1, few_blocks=True),
+    "v1-draft": Way(runner="v1", tokens=12, drafts=1, few_blocks=True),
     "v2": Way(runner="v2", tokens=7),
     "v2-ngram": Way(runner="v2", tokens=16, drafts=0, few_blocks=True),
     "v2-draft": Way(runner="v2", tokens=40, drafts=2),
-    "ahead": Way(runner="v2", ahead=True, tokens=40, few_blocks=True),
+    "ahead": Way(runner="v2", ahead=True, tokens=20, few_blocks=True),
     "ahead-ngram": Way(runner="v2", ahead=True, tokens=24, drafts=0, few_blocks=True),
     "ahead-draft": Way(runner="v2", ahead=True, tokens=13, drafts=1),
 }
@@ -211,20 +213,21 @@ def first_arrivals(rng, kind):
     step = 0
     for number in range(2 * len(PARAMS)):
         prompt = (
+            beginnings[number // 4 % 2] + random_tokens(rng, rng.randint(1, 12)),
             random_tokens(rng, rng.choice((1, 2, 9, 33, 60))),
-            rng.choice(beginnings) + random_tokens(rng, rng.randint(1, 12)),
+            beginnings[number // 4 % 2] + random_tokens(rng, rng.randint(1, 12)),
             random_tokens(rng, rng.randint(2, 5)) * 6,
-        )[number % 3]
+        )[number % 4]
         given = {"seed": number, "max_tokens": rng.randint(8, 20)} | PARAMS[number % len(PARAMS)]
         yield Arrival(
             req_id=f"first {number}",
             step=step,
             prompt=prompt,
             params=SamplingParams(**OFF | given),
-            lora=(None, "x", "y")[number // 3 % 3] if kind.has_adapters else None,
+            lora=(None, "x", "y")[number // 4 % 3] if kind.has_adapters else None,
             abort_at=step + rng.randint(3, 9) if number % 10 == 9 else None,
         )
-        step += rng.choice((0, 0, 1, 3))
+        step += rng.choice((0, 1, 3))
 
 
 def later_arrivals(rng, first, stories):

@@ -275,6 +275,9 @@ def test_the_short_form_of_a_section_inside_another(tmp_path: Path) -> None:
     assert config.with_overrides({"model": {"quantization": "keep"}}, {"model.quantization.head": "int8"}) == {
         "model": {"quantization": {"default": "keep", "head": "int8"}}
     }
+    assert config.with_overrides({"cache": {"quantization": "int8"}}, {"cache.quantization.sliding": "none"}) == {
+        "cache": {"quantization": {"default": "int8", "sliding": "none"}}
+    }
     assert config.with_overrides({"model": "x"}, {"model.quantization": "w8a8"}) == {
         "model": {"source": "x", "quantization": {"default": "w8a8"}}
     }

@@ -23,6 +23,7 @@ PROMPT = (3, 1, 4, 1, 5)
 # What every runner does around a forward and a sample, in this order.
 STEP = [
     "observers[0].step_started",
+    "lora.schedule",
     "kv_connector.preempted",
     "request_state.plan",
     "pcp.local_shape",
@@ -46,6 +47,7 @@ STEP = [
     "model_state.recurrent",
     "graph.run",
     "network.forward",
+    "lora.deactivate",
     "observers[0].forward_finished",
     "kv_connector.wait_saved",
     "pcp.restore",

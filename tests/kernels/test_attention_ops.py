@@ -42,7 +42,7 @@ class Paged:
     def sinks(self):
         return 2 * torch.randn(self.num_heads, generator=torch.Generator().manual_seed(3))
 
-    def dense(self, row, query, scale, window=None, sinks=None):
+    def dense(self, row, query, scale, window=None, sinks=None, softcap=None):
         """Position by position, head by head, in float64."""
         keys, values = (tensor.double() for tensor in self.rows[row])
         result = torch.zeros(*query.shape[:2], values.shape[-1], dtype=torch.float64)
@@ -52,7 +52,8 @@ class Paged:
             first = 0 if window is None else max(0, position - window + 1)
             for head in range(self.num_heads):
                 seen = slice(first, position + 1)
-                weights = (scale * keys[seen, head // group] @ query[i, head].double()).exp()
+                scores = scale * keys[seen, head // group] @ query[i, head].double()
+                weights = (scores if softcap is None else softcap * (scores / softcap).tanh()).exp()
                 weights /= weights.sum() + (0 if sinks is None else sinks[head].double().exp())
                 result[i, head] = weights @ values[seen, head // group]
         return result.to(query.dtype)
@@ -116,39 +117,43 @@ def test_cpu_decode_attention(dtype, heads, window):
 @pytest.mark.parametrize("value_dim", [5, 8, 12])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
-def test_sinks_and_values_of_another_size_than_keys(dtype, value_dim, has_sinks, window):
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_sinks_soft_caps_and_values_of_another_size_than_keys(dtype, value_dim, has_sinks, window, softcap):
     lengths, query_lens = [9, 1, 13, 16, 2], [9, 1, 5, 1, 1]
     paged = Paged(lengths, (6, 2), dtype, value_dim=value_dim)
     caches, sinks = (paged.key_cache, paged.value_cache), paged.sinks() if has_sinks else None
     starts = torch.tensor([0, *query_lens]).cumsum(0)
     query = paged.queries(sum(query_lens), dtype)
     expected = reference.OPS["paged_attention"](
-        query, *caches, paged.block_table, starts, torch.tensor(lengths), 0.4, window, sinks
+        query, *caches, paged.block_table, starts, torch.tensor(lengths), 0.4, window, sinks, softcap
     )
     assert expected.shape == (*query.shape[:2], value_dim)
     for row, length in enumerate(lengths):
         own = slice(int(starts[row]), int(starts[row + 1]))
-        dense = paged.dense(row, query[own], 0.4, window, sinks)
+        dense = paged.dense(row, query[own], 0.4, window, sinks, softcap)
         torch.testing.assert_close(expected[own], dense, **DTYPES[dtype])
-        got = cpu.OPS["prefill_attention"](query[own], *caches, paged.block_table[row], length, 0.4, window, sinks)
+        got = cpu.OPS["prefill_attention"](
+            query[own], *caches, paged.block_table[row], length, 0.4, window, sinks, softcap
+        )
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected[own], **DTYPES[dtype])
     last, seq_lens = query[starts[1:] - 1], torch.tensor(lengths)[:, None]
     positions = torch.arange(paged.block_table.shape[1] * 4)
     mask = (positions < seq_lens) & (positions >= seq_lens - (window or 100))
     for library in (reference, cpu):
-        got = library.OPS["decode_attention"](last, *caches, paged.block_table, mask, 0.4, sinks)
+        got = library.OPS["decode_attention"](last, *caches, paged.block_table, mask, 0.4, sinks, softcap)
         torch.testing.assert_close(got, expected[starts[1:] - 1], **DTYPES[dtype])
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [None, torch.ones(4)], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("library", [reference, cpu], ids=["reference", "cpu"])
-def test_a_row_that_sees_nothing_yields_zeros(library, sinks):
+def test_a_row_that_sees_nothing_yields_zeros(library, sinks, softcap):
     paged = Paged([5, 5], (4, 2))
     mask = torch.zeros(2, 8, dtype=torch.bool)
     mask[0, :5] = True
     got = library.OPS["decode_attention"](
-        paged.queries(2), paged.key_cache, paged.value_cache, paged.block_table, mask, 0.4, sinks
+        paged.queries(2), paged.key_cache, paged.value_cache, paged.block_table, mask, 0.4, sinks, softcap
     )
     assert got.isfinite().all()
     assert torch.equal(got[1], torch.zeros_like(got[1]))

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from hf_oracle import assert_served_as_by, random_model, random_prompts, serve
+from hf_oracle import assert_served_as_by, random_prompts, serve
 from recurrent_oracle import RecurrentRun, recurrent_logits
+from tiny_families import bamba
 
 from workerkit.components.kernels.ordered import OrderedKernels
 from workerkit.components.loader.hf_config import read_hf_config
@@ -13,21 +14,6 @@ from workerkit.components.model.library import NativeLibrary
 from workerkit.framework.assembly import assemble
 from workerkit.plugins.builtin_kernels import CpuKernels, ReferenceKernels
 
-SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "attn_layer_indices": [1, 3],
-    "mamba_n_heads": 8,
-    "mamba_d_state": 12,
-    "mamba_chunk_size": 16,
-    "eos_token_id": 0,
-    "bos_token_id": 1,
-}
 VARIANTS = {
     "plain": {},
     "groups-and-biases": {
@@ -61,7 +47,7 @@ def hf_logits(model, ids):
 @pytest.mark.parametrize("libraries", LIBRARIES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_hugging_faces(variant, libraries, tmp_path):
-    model = random_model("Bamba", **SMALL | VARIANTS[variant])
+    model = bamba(**VARIANTS[variant])
     network = native_of(model, tmp_path, LIBRARIES[libraries])
     (ids,) = random_prompts([90])
     expected = hf_logits(model, ids)
@@ -71,7 +57,7 @@ def test_logits_are_hugging_faces(variant, libraries, tmp_path):
 
 def test_rows_of_all_kinds_in_one_batch(tmp_path):
     """Decoding, verifying and prefill beside each other, in slots that others had before."""
-    model = random_model("Bamba", **SMALL)
+    model = bamba()
     network = native_of(model, tmp_path)
     one, two, three = random_prompts([70, 30, 40])
     run = RecurrentRun(network, num_slots=3, num_drafts=2)
@@ -97,7 +83,7 @@ def test_rows_of_all_kinds_in_one_batch(tmp_path):
 
 
 def test_old_files_are_read_like_new_ones(tmp_path):
-    model = random_model("Bamba", **SMALL)
+    model = bamba()
     model.save_pretrained(tmp_path)
     expected = read_hf_config(tmp_path)
     assert expected.recurrent_layers == (0, 2)
@@ -122,7 +108,7 @@ def test_old_files_are_read_like_new_ones(tmp_path):
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("variant", ["plain", "bounded-steps"])
 def test_both_runners_serve_hugging_faces_logits(runner, variant, tmp_path):
-    model = random_model("Bamba", **SMALL | VARIANTS[variant])
+    model = bamba(**VARIANTS[variant])
     model.save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(1)
     prompts = random_prompts([1, 2, 150, *torch.randint(1, 60, (13,), generator=generator).tolist()])

@@ -6,9 +6,10 @@ import json
 import attrs
 import pytest
 import torch
-from hf_oracle import assert_served_as_by, random_model, random_prompts, serve
+from hf_oracle import assert_served_as_by, random_prompts, serve
 from letters import EOS, VOCAB, Letters
 from safetensors.torch import load_file, save_file
+from tiny_families import DEEPSEEK, deepseek
 
 from workerkit.components.speculator.eagle import EagleSpeculator
 from workerkit.framework import roles
@@ -16,31 +17,7 @@ from workerkit.framework.assembly import assemble
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.plugins import load_plugins
 
-LAYERS = 3
-SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "rms_norm_eps": 1e-4,  # not that of the norms of latents
-    "max_position_embeddings": 256,
-    "eos_token_id": 0,
-    "bos_token_id": 1,
-}
+LAYERS = DEEPSEEK["num_hidden_layers"]
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -59,16 +36,8 @@ CASES = {
 }
 
 
-def model_of(**fields):
-    """Biases of the choice of experts are buffers, and as trivial as parameters."""
-    model = random_model("DeepseekV3", **SMALL | fields)
-    for layer in model.model.layers[model.config.first_k_dense_replace :]:
-        layer.mlp.gate.e_score_correction_bias.normal_(std=0.3, generator=torch.Generator().manual_seed(5))
-    return model
-
-
 def save(folder, **fields):
-    model = model_of(**fields)
+    model = deepseek(**fields)
     model.save_pretrained(folder)
     return model
 
@@ -133,7 +102,7 @@ def save_with_mtp(folder):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": LAYERS}))
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(9)
-    hidden = SMALL["hidden_size"]
+    hidden = DEEPSEEK["hidden_size"]
     own = {f"{name}.weight": 1 + 0.2 * torch.randn(hidden, generator=generator) for name in ("enorm", "hnorm")}
     own["shared_head.norm.weight"] = 1 + 0.2 * torch.randn(hidden, generator=generator)
     own["eh_proj.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=generator)

@@ -4,55 +4,18 @@ import json
 
 import pytest
 import torch
-from hf_oracle import assert_served_as_by, random_model, random_prompts, serve
+from hf_oracle import assert_served_as_by, random_prompts, serve
 from safetensors.torch import load_file, save_file
+from tiny_families import GPT_OSS, gpt_oss
 
 from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import ModelError, WeightError
 from workerkit.framework.interfaces.model import LoadedModel
 
-SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "eos_token_id": 0,
-    "bos_token_id": 1,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-}
-ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 5000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 32,
-}
 OTHERS = {
     "published": {},
     "no-biases-all-windows": {"attention_bias": False, "layer_types": ["sliding_attention"] * 4},
 }
-
-
-def gpt_oss(**fields):
-    """A random model whose experts' biases matter and whose activation reaches its bounds."""
-    model = random_model("GptOss", **SMALL, rope_parameters=ROPE, attn_implementation="eager", **fields)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "experts" in name or "router" in name:
-                scale = 3 if name.endswith("gate_up_proj_bias") else 0.3
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-            if name.endswith("sinks"):
-                parameter.copy_(2 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def config_of(folder, **model):
@@ -154,7 +117,7 @@ def test_what_is_packed_otherwise_or_cannot_be_is_refused(tmp_path):
         ({"quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 90}, "intermediate_size: 90 is no"),
         ({"swiglu_limit": 5.0}, r"swiglu_limit: 5\.0 is not supported, only 7\.0"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok: 6 of 5 experts"),
-        ({"rope_parameters": {**ROPE, "rope_theta": None}}, "rope_theta: is missing"),
+        ({"rope_parameters": {**GPT_OSS["rope_parameters"], "rope_theta": None}}, "rope_theta: is missing"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw | values))
         with pytest.raises(ModelError, match=message):

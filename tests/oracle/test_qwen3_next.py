@@ -5,64 +5,23 @@ import json
 
 import pytest
 import torch
-from hf_oracle import assert_served_as_by, random_model, random_prompts, serve
+from hf_oracle import assert_served_as_by, random_prompts, serve
 from recurrent_oracle import assert_mixed_rows_are, hf_logits, native_network, recurrent_logits
 from safetensors.torch import load_file, save_file
+from tiny_families import DELTA, DELTAS, delta
 
 from workerkit.components.loader.hf_config import model_config, read_hf_config
 from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import ModelError
 from workerkit.plugins.builtin_kernels import CpuKernels, ReferenceKernels
 
-SMALL = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 10,
-    "eos_token_id": 0,
-    "bos_token_id": 1,
-}
-EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 24,
-}
-VARIANTS = {
-    "Qwen3Next": EXPERTS,
-    "Qwen3Next-mixed-layers": {
-        **EXPERTS,
-        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
-        "mlp_only_layers": [1],
-        "norm_topk_prob": False,
-        "attention_bias": True,
-        "linear_num_value_heads": 6,
-        "linear_conv_kernel_dim": 3,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
-    },
-    "Qwen3_5Text": {"linear_num_key_heads": 4},
-    "Qwen3_5MoeText": EXPERTS,
-}
 LIBRARIES = {"reference": (ReferenceKernels,), "cpu": (CpuKernels, ReferenceKernels)}
 
 
-def variant_model(variant):
-    return random_model(variant.split("-")[0], **SMALL | VARIANTS[variant])
-
-
 @pytest.mark.parametrize("libraries", LIBRARIES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", DELTAS)
 def test_logits_are_hugging_faces(variant, libraries, tmp_path):
-    model = variant_model(variant)
+    model = delta(variant)
     network = native_network(model, tmp_path, LIBRARIES[libraries])
     (ids,) = random_prompts([90])
     expected = hf_logits(model, ids)
@@ -70,16 +29,16 @@ def test_logits_are_hugging_faces(variant, libraries, tmp_path):
         torch.testing.assert_close(recurrent_logits(network, ids, pieces), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", DELTAS)
 def test_rows_of_all_kinds_in_one_batch(variant, tmp_path):
-    model = variant_model(variant)
+    model = delta(variant)
     assert_mixed_rows_are(model, native_network(model, tmp_path))
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", DELTAS)
 def test_both_runners_serve_hugging_faces_logits(runner, variant, tmp_path):
-    model = variant_model(variant)
+    model = delta(variant)
     model.save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(1)
     prompts = random_prompts([1, 2, 150, *torch.randint(1, 60, (13,), generator=generator).tolist()])
@@ -97,7 +56,7 @@ def test_both_runners_serve_hugging_faces_logits(runner, variant, tmp_path):
 
 def test_experts_that_lie_stacked_in_a_file(tmp_path):
     """As in the files of Qwen3.5, and in transformers' memory."""
-    model = variant_model("Qwen3_5MoeText")
+    model = delta("Qwen3_5MoeText")
     network = native_network(model, tmp_path)
     (ids,) = random_prompts([20])
     expected = recurrent_logits(network, ids)
@@ -110,7 +69,7 @@ def test_experts_that_lie_stacked_in_a_file(tmp_path):
 
 
 def test_old_files_are_read_like_new_ones(tmp_path):
-    variant_model("Qwen3Next").save_pretrained(tmp_path)
+    delta("Qwen3Next").save_pretrained(tmp_path)
     expected = read_hf_config(tmp_path)
     assert expected.recurrent_layers == (0, 1, 2)
     assert expected.rope.rotary_dim == 8
@@ -127,7 +86,7 @@ def test_old_files_are_read_like_new_ones(tmp_path):
 
 def test_the_text_of_a_checkpoint_with_a_vision_tower(tmp_path):
     """Its fields are one level down, its tensors below `model.language_model`, a tower and a draft beside it."""
-    model = variant_model("Qwen3_5Text")
+    model = delta("Qwen3_5Text")
     model.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     outer = {"architectures": raw.pop("architectures"), "model_type": "qwen3_5", "text_config": raw}
@@ -160,7 +119,13 @@ def test_the_text_of_a_checkpoint_with_a_vision_tower(tmp_path):
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(fields, problem):
-    raw = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], **SMALL, **EXPERTS, **fields}
+    raw = {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        **DELTA,
+        **DELTAS["Qwen3Next"],
+        **fields,
+    }
     with pytest.raises(ModelError) as raised:
         model_config(raw, {}, "config.json")
     assert problem in str(raised.value)

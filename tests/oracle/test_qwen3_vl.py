@@ -4,9 +4,20 @@ Hugging Face's within 1e-5, logits with pictures in the prompt within 1e-4, and 
 import numpy as np
 import pytest
 import torch
-from hf_oracle import assert_served_as_by, perturb, random_prompts, serve
+from hf_oracle import assert_served_as_by, random_prompts, serve
 from oracles import dense_attend
 from recurrent_oracle import make_states
+from tiny_families import (
+    DEEPSTACK,
+    IMAGE,
+    VIDEO,
+    VISION,
+    VISION_END,
+    VISION_LANGUAGE,
+    VISION_START,
+    VL_TEXT,
+    vision_language,
+)
 
 from workerkit.components.kernels.ordered import OrderedKernels
 from workerkit.components.loader.hf_config import model_config
@@ -17,79 +28,14 @@ from workerkit.framework.interfaces.model import LoadedModel, ModelInputs
 from workerkit.framework.interfaces.recurrent import RecurrentBatch
 from workerkit.plugins.builtin_kernels import ReferenceKernels
 
-IMAGE, VIDEO, START, END = 124, 125, 126, 127
-TEXT = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "eos_token_id": 0,
-}
-ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_interleaved": True}
-VISION = {
-    "depth": 3,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_heads": 2,
-    "patch_size": 4,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 36,
-}
-DEEPSTACK = {"deepstack_visual_indexes": [0, 2]}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-FAMILIES = {  # what the text's config has beyond TEXT, and the tower's beyond VISION
-    "Qwen3VL": ({"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}, DEEPSTACK),
-    "Qwen3VL-tied-with-biases": (
-        {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}, "attention_bias": True},
-        DEEPSTACK,
-    ),
-    "Qwen3_5": (
-        {**DELTA, "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
-        {},
-    ),
-    "Qwen3_5Moe": (
-        {
-            **{**DELTA, **EXPERTS, "shared_expert_intermediate_size": 24},
-            "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
-        },
-        {},
-    ),
-}
 GRIDS = [(1, 4, 6), (1, 2, 2), (1, 2, 2), (1, 8, 4), (1, 14, 10), (3, 4, 2)]
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=VISION_LANGUAGE)
 def hf(request):
     """Hugging Face's model."""
-    import transformers
-
-    name = request.param.split("-")[0]
-    text, vision = FAMILIES[request.param]
-    config = getattr(transformers, f"{name}Config")(
-        text_config=TEXT | text,
-        vision_config=VISION | vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        tie_word_embeddings="tied" in request.param,
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    perturb(model)
-    return model
+    return vision_language(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +143,7 @@ def prompt_with(grids, lengths):
     texts = random_prompts(lengths, seed=3)
     ids = [token % IMAGE for token in texts[0]]
     for (t, h, w), text in zip(grids, texts[1:], strict=True):
-        ids += [START, *[IMAGE] * (t * h * w // 4), END, *(token % IMAGE for token in text)]
+        ids += [VISION_START, *[IMAGE] * (t * h * w // 4), VISION_END, *(token % IMAGE for token in text)]
     return ids
 
 
@@ -269,9 +215,11 @@ def test_a_tower_may_be_quantised(hf, config):
 
 def raw_config(text=(), vision=(), **fields):
     """A file as the first checkpoints have it; None: without the field."""
-    text = {**TEXT, "rope_theta": 1000.0, "rope_scaling": {"mrope_section": [4, 2, 2], "rope_type": "default"}} | dict(
-        text
-    )
+    text = {
+        **VL_TEXT,
+        "rope_theta": 1000.0,
+        "rope_scaling": {"mrope_section": [4, 2, 2], "rope_type": "default"},
+    } | dict(text)
     raw = {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
@@ -284,11 +232,11 @@ def raw_config(text=(), vision=(), **fields):
 
 
 def test_fields_of_a_file():
-    config = model_config(raw_config(vision_start_token_id=START), {}, "config.json")
+    config = model_config(raw_config(vision_start_token_id=VISION_START), {}, "config.json")
     assert (config.rope.theta, config.rope.mrope_section, config.qk_norm) == (1000.0, (4, 2, 2), True)
     vision = config.vision
     assert (vision.image_token_id, vision.video_token_id) == (IMAGE, None)
-    assert (vision.vision_start_token_id, vision.vision_end_token_id) == (START, None)
+    assert (vision.vision_start_token_id, vision.vision_end_token_id) == (VISION_START, None)
     assert (vision.depth, vision.hidden_size, vision.head_dim, vision.deepstack_indexes) == (3, 48, 24, (0, 2))
     assert (vision.patch_size, vision.temporal_patch_size, vision.merge_size, vision.patch_dim) == (4, 2, 2, 96)
     plain = model_config(raw_config({"rope_theta": None, "rope_scaling": {"mrope_section": [4, 2, 2]}}), {}, "f")

@@ -10,7 +10,7 @@ from workerkit.framework.interfaces.request import Logprobs
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.interfaces.stages import Later
 from workerkit.framework.interfaces.text import ChatTemplate, Detokenizer, Tokenizer
-from workerkit.framework.testing.fakes_text import FakeStructuredOutputs
+from workerkit.framework.testing.fakes_text import FakeImageProcessor, FakeStructuredOutputs
 
 HALF, BOS, EOS = 47, 48, 49
 
@@ -166,6 +166,7 @@ def build_engine(
         Later(lambda: letters),
         Later(lambda: letters),
         Later(get_structured),
+        Later(FakeImageProcessor),
     )
     engine.start()
     engine.fake, engine.scheduler, engine.structured_built = worker, scheduler, built

@@ -19,14 +19,17 @@ SNAPSHOTS = Path(__file__).resolve().parents[1] / "vllm" / "snapshots"
 # which the adapter reads here and there), all its "methods", or the named ones
 _OUTPUT = ("SchedulerOutput", "NewRequestData", "CachedRequestData", "GrammarOutput")
 _CACHE = ("KVCacheConfig", "KVCacheTensor", "KVCacheGroupSpec", "FullAttentionSpec", "SlidingWindowSpec")
+_PICTURES = ("MultiModalFeatureSpec", "MultiModalFieldElem", "PlaceholderRange")
 _CONFIGS = ("Vllm", "Model", "Cache", "Scheduler", "Parallel", "Speculative", "Load", "Compilation", "Profiler")
-_CONFIGS += ("Attention", "Offload", "UVAOffload")
+_CONFIGS += ("Attention", "Offload", "UVAOffload", "MultiModal", "EncoderCacheManager", "LoRA")
 _PLATFORM = ("check_and_update_config", "validate_request", "update_block_size_for_backend", "get_device_name")
 _PLATFORM += ("is_sleep_mode_available",)
 WATCHED = {
     **{f"vllm.v1.core.sched.output:{name}": "fields" for name in _OUTPUT},
     **{f"vllm.v1.kv_cache_interface:{name}": "fields" for name in _CACHE},
     "vllm.v1.core.kv_cache_utils:KVCacheBlockCopy": "fields",
+    "vllm.lora.request:LoRARequest": "fields",
+    **{f"vllm.multimodal.inputs:{name}": "fields" for name in _PICTURES},
     "vllm.v1.outputs:ModelRunnerOutput": "fields",
     "vllm.v1.outputs:LogprobsLists": "fields",
     "vllm.v1.outputs:LogprobsTensors": "fields",
@@ -41,8 +44,8 @@ WATCHED = {
     "vllm.v1.worker.worker_base:WorkerBase": "methods",
     "vllm.v1.worker.worker_base:WorkerWrapperBase": "methods",
     "vllm.platforms.cpu:CpuPlatform": _PLATFORM,
-    "vllm.v1.core.sched.scheduler:Scheduler": ("update_from_output", "finish_requests"),
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": ("update_from_output", "finish_requests"),
+    "vllm.v1.core.sched.scheduler:Scheduler": ("schedule", "update_from_output", "finish_requests"),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": ("schedule", "update_from_output", "finish_requests"),
     "vllm.v1.request:Request": ("get_finished_reason", "take_events"),
 }
 

@@ -98,11 +98,17 @@ def test_the_longest_unused_adapter_makes_room_and_comes_back(protocol):
     assert [*worker.loaded] == ["a#1", "b#2"]
 
 
-def test_a_broken_adapter_fails_its_request_alone():
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (LoRARequest("x", 1, "broken"), "it is broken"),
+        (LoRARequest("x", 1, "path", load_inplace=True), "adapter 'x': load_inplace is not served"),
+    ],
+)
+def test_a_broken_adapter_fails_its_request_alone(adapter, message):
     vllm = requests(worker=Loading(), max_adapters=2)
-    broken = enter("x", more={"lora_request": LoRARequest("x", 1, "broken")})
-    step = vllm.read(scheduled(new=[broken, enter("y")]))
-    assert step.failed == {"x": "it is broken"}
+    step = vllm.read(scheduled(new=[enter("x", more={"lora_request": adapter}), enter("y")]))
+    assert message in step.failed["x"]
     assert [one.req_id for one in step.output.new_requests] == ["y"]
 
 

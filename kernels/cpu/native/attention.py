@@ -31,16 +31,17 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D]; block_table [R, W], query_start_loc [R + 1] and
     seq_lens [R] int32, the queries of a row being the last positions of its sequence. Tokens of no row yield zeros.
 
-    Raises NotImplementedError for sinks, for values of another size than keys, and for a head_dim that is no multiple
-    of 16 up to 256.
+    Raises NotImplementedError for sinks, for a soft cap, for values of another size than keys, and for a head_dim that
+    is no multiple of 16 up to 256.
     """
     num_tokens, num_heads, head_dim = query.shape
-    if sinks is not None or value_cache.shape[-1] != head_dim:
-        raise NotImplementedError("native attention has neither sinks nor values of another size than keys")
+    if sinks is not None or softcap is not None or value_cache.shape[-1] != head_dim:
+        raise NotImplementedError("native attention has no sinks, no soft cap, and no values of another size than keys")
     if head_dim % 16 or head_dim > 256:
         raise NotImplementedError(f"head_dim {head_dim}: native attention has multiples of 16 up to 256")
     _check_cache("query", query, key_cache, value_cache)

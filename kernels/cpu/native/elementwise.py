@@ -12,7 +12,8 @@ from workerkit.kernels.reference.rope import rotary_cos_sin as torch_rotary_cos_
 
 
 def rms_norm(runtime: Runtime, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, H] or [T, N, H], weight [H]: x / sqrt(mean(x^2) + eps) * weight, computed in float32, rounded once."""
+    """x [T, H] or [T, N, H], weight [H], of x's dtype or float32: x / sqrt(mean(x^2) + eps) * weight, computed in
+    float32, rounded once."""
     if x.dtype not in SUFFIX:
         return torch_norm.rms_norm(x, weight, eps)
     size = x.shape[-1]
@@ -20,7 +21,8 @@ def rms_norm(runtime: Runtime, x: torch.Tensor, weight: torch.Tensor, eps: float
         x = x.contiguous()
     out = runtime.empty(*x.shape, dtype=x.dtype)
     groups = x.shape[1] if x.dim() == 3 else 1
-    runtime.call(f"rms_norm_{SUFFIX[x.dtype]}", len(x), out, x, x.stride(0), weight, groups, size, float(eps))
+    name = f"rms_norm_{SUFFIX[x.dtype]}_{SUFFIX[weight.dtype]}"
+    runtime.call(name, len(x), out, x, x.stride(0), weight, groups, size, float(eps))
     return out
 
 
@@ -31,7 +33,7 @@ def fused_add_rms_norm(
     if x.dtype not in SUFFIX:
         return torch_norm.fused_add_rms_norm(x, residual, weight, eps)
     out = runtime.empty(*x.shape, dtype=x.dtype)
-    name = f"fused_add_rms_norm_{SUFFIX[x.dtype]}"
+    name = f"fused_add_rms_norm_{SUFFIX[x.dtype]}_{SUFFIX[weight.dtype]}"
     runtime.call(name, len(x), out, x.contiguous(), residual, weight, x.shape[1], float(eps))
     return out, residual
 

@@ -272,9 +272,9 @@ def test_a_decode_reads_only_the_columns_that_its_window_needs():
             super().__init__((CpuKernels(), ReferenceKernels()))
             decode = self.decode_attention
 
-            def counted(query, key_cache, value_cache, block_table, mask, scale, sinks):
+            def counted(query, key_cache, value_cache, block_table, *more):
                 seen.append(tuple(block_table.shape))
-                return decode(query, key_cache, value_cache, block_table, mask, scale, sinks)
+                return decode(query, key_cache, value_cache, block_table, *more)
 
             self.decode_attention = counted
 
@@ -284,8 +284,9 @@ def test_a_decode_reads_only_the_columns_that_its_window_needs():
     assert seen == [(2, 2), (2, 101)]
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 5])
-def test_sinks_and_values_of_another_size_than_keys(backend, window):
+def test_sinks_soft_caps_and_values_of_another_size_than_keys(backend, window, softcap):
     """Steps of random chunks, with padding, against softmax attention whose denominator has one term more."""
     rng, heads, length = torch.Generator().manual_seed(4), 4, 23
     layer = AttentionLayer(
@@ -298,6 +299,7 @@ def test_sinks_and_values_of_another_size_than_keys(backend, window):
         sliding_window=window,
         latent_dim=5,
         has_sinks=True,
+        softcap=softcap,
     )
     backend.prepare([layer], torch.float32)
     cache = Cache([layer], 2, 40)
@@ -305,6 +307,8 @@ def test_sinks_and_values_of_another_size_than_keys(backend, window):
     queries, keys = (torch.randn(2, length, count, 8, generator=rng) for count in (heads, 2))
     sinks = torch.randn(heads, generator=rng)
     scores = torch.einsum("qnd,knd->nqk", queries[0], keys[0].repeat_interleave(2, 1)) * layer.scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(length)
     seen = (position <= position[:, None]) & (position > position[:, None] - (window or length))
     weights = scores.exp() * seen / ((scores.exp() * seen).sum(-1) + sinks.exp()[:, None])[..., None]

@@ -13,6 +13,7 @@ writes rubbish to all positions that a draft network may write: K + 1 behind the
 """
 
 from collections import Counter
+from types import MappingProxyType
 
 import pytest
 
@@ -154,6 +155,9 @@ class PrefixWorker(Worker):
             assert len(held) == len(set(held))
             assert 0 not in held
 
+    adapters = MappingProxyType({"calm": "digest of calm", "loud": "digest of loud"})
+    accepts_images = True
+
     def check_request(self, params):
         """Whatever it is: only the seed counts."""
 
@@ -165,8 +169,7 @@ class PrefixWorker(Worker):
 
     init_device = load_model = determine_available_memory = plan_kv_cache = initialize_kv_cache = _unused
     compile_or_warm_up_model = execute_dummy_batch = sleep = wake_up = profile = _unused
-    call = extension_methods = adapters = load_adapter = remove_adapter = _unused
-    accepts_images = property(lambda self: False)
+    call = extension_methods = load_adapter = remove_adapter = _unused
 
     def execute_model(self, output):
         assert self.pending is None, "sample_tokens must follow execute_model"

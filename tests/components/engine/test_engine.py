@@ -563,7 +563,7 @@ def test_parts_are_asked_for_only_after_the_worker_has_started(fakes, capsys):
 
         return Later(get)
 
-    names = ("scheduler", "tokenizer", "chat template", "structured outputs")
+    names = ("scheduler", "tokenizer", "chat template", "structured outputs", "image processor")
     engine = StandaloneEngine(EngineConfig(), worker, *map(later, names))
     engine.shutdown()
     worker.calls.clear()

@@ -179,7 +179,7 @@ def test_eagle3_from_a_folder(save, draft_from, loaded):
     (layer,) = weights.attention_layers
     (own,) = weights.network.attention_layers
     assert (layer.index, layer.name) == (LAYERS, "draft.layers.0.self_attn")
-    assert attrs.evolve(layer, index=0, name=own.name) == own
+    assert attrs.evolve(layer, index=0, name=own.name, is_draft=False) == own
     assert [layer.index for layer in loaded.network.attention_layers] == list(range(LAYERS))
 
 

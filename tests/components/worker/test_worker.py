@@ -49,6 +49,17 @@ def tokens_of(worker, req_id="a", prompt=(5, 6, 7), count=6):
     return tokens
 
 
+def test_a_backend_that_knows_no_scales_is_refused_before_weights_are_read():
+    config = fake_config("v2")
+    config["cache"]["quantization"] = {"layers": {"0": "int8"}}
+    with assemble(config, registry=fake_registry()) as assembly:
+        assembly.worker.init_device()
+        with pytest.raises(
+            UnsupportedError, match=r"components.attention: FakeAttention .* cache.quantization .* int8"
+        ):
+            assembly.worker.load_model()
+
+
 @RUNNERS
 def test_each_stage_is_refused_out_of_order(runner):
     with make(runner) as assembly:
