@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,9 +79,13 @@ class TransformersModel(Model):
         try:
             with torch.device("meta"):
                 factory: Any = transformers.AutoModelForCausalLM  # partly typed
-                model = factory.from_config(hf_config, attn_implementation=NAME).eval()
-        except (ValueError, ImportError) as error:
-            raise ModelError(f"{config.architecture} cannot run over the paged cache: {error}") from error
+                # the experts' default function knows no float32 on this device
+                model = factory.from_config(
+                    hf_config, attn_implementation=NAME, experts_implementation="batched_mm"
+                ).eval()
+        except Exception as error:  # families name their classes of attention, or ask for packages, in their own ways
+            what = f"its attention cannot be replaced ({type(error).__name__}: {error})"
+            raise _refusal(config, [what]) from error
         return probe(model, config, hf_config.get_text_config())
 
     def _read(self) -> Any:
@@ -128,15 +132,14 @@ def probe(model: Any, config: ModelConfig, text_config: Any) -> tuple[AttentionL
     def note(
         module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: dict[str, Any]
     ) -> torch.Tensor:
-        name, window = names[id(module)], keywords.get("sliding_window")
-        for keyword, nothing in _ASKS_FOR_NOTHING.items():
-            if (given := keywords.get(keyword)) is not None and (nothing is None or given != nothing):
+        name, sinks = names[id(module)], keywords.get("s_aux")
+        for keyword, given in keywords.items():
+            if keyword not in _SERVED | _SAID_ELSEWHERE and (isinstance(given, torch.Tensor) or given):
                 problems[f"{name} asks for {keyword}"] = None
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            problems[f"{name}: queries, keys and values differ in size"] = None
-        if getattr(module, "is_causal", True) is False:
+        if key.shape != value.shape or (sinks is not None and sinks.shape != query.shape[1:2]):
+            problems[f"{name}: keys and values, or heads and sinks, are not as many"] = None
+        if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             problems[f"{name} is not causal"] = None
-        scale = keywords.get("scaling")
         layers.append(
             AttentionLayer(
                 name=name,
@@ -144,20 +147,24 @@ def probe(model: Any, config: ModelConfig, text_config: Any) -> tuple[AttentionL
                 num_heads=query.shape[1],
                 num_kv_heads=key.shape[1],
                 head_dim=query.shape[2],
-                scale=query.shape[2] ** -0.5 if scale is None else float(scale),
-                sliding_window=window,
+                scale=float(keywords["scaling"]),
+                sliding_window=keywords.get("sliding_window"),
+                has_sinks=sinks is not None,
+                softcap=keywords.get("softcap"),
             )
         )
         return torch.empty_like(query)
 
-    ids = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    ids, positions = (torch.zeros(1, 1, dtype=torch.long, device="meta") for _ in range(2))
+    reading = _Reading(positions)
     try:
-        with torch.no_grad():
-            model.base_model(input_ids=ids, position_ids=ids, use_cache=False, **{ARGUMENT: note})
-    except (TypeError, KeyError) as error:  # it does not pass keywords on to its attention layers
-        problems[f"its attention cannot be replaced ({error})"] = None
-    except (RuntimeError, NotImplementedError) as error:  # it computes what tensors without memory cannot
-        problems[f"its layers cannot be found by running it without weights ({error})"] = None
+        with torch.no_grad(), handing_over(note), reading:
+            model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    except Exception as error:  # whatever the code of a model of any family stumbles over
+        problems[f"it cannot be run without weights and masks ({type(error).__name__}: {error})"] = None
+    else:
+        if not reading.found:
+            problems["it does not read the positions that it is given"] = None
     kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"] * len(layers)
     if getattr(text_config, "sliding_window", None) is not None and not problems:
         for layer, kind in zip(layers, kinds, strict=False):
@@ -165,11 +172,33 @@ def probe(model: Any, config: ModelConfig, text_config: Any) -> tuple[AttentionL
                 problems[f"{layer.name} leaves its sliding window to a mask"] = None
     if not problems and len({layer.name for layer in layers}) < len(layers):
         problems["its layers do not each call the attention function once"] = None
-    if not problems and len(layers) < config.num_hidden_layers:
+    if not layers:  # attention with biases that no argument holds, as of ALiBi, is such
+        problems["its layers make scores by themselves: none calls transformers' attention function"] = None
+    elif not problems and len(layers) < config.num_hidden_layers:
         problems[f"{config.num_hidden_layers - len(layers)} of its layers keep a state of another kind"] = None
     if problems:
-        raise ModelError(f"{config.architecture} cannot run over the paged cache:\n  - " + "\n  - ".join(problems))
+        raise _refusal(config, problems)
     return tuple(layers)
+
+
+def _refusal(config: ModelConfig, problems: Iterable[str]) -> ModelError:
+    return ModelError("\n  - ".join([f"{config.architecture} cannot run over the paged cache:", *problems]))
+
+
+class _Reading(TorchFunctionMode):
+    """Whether anything is computed from a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self.found = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_attribute = getattr(func, "__name__", "") == "__get__"  # its shape, its device
+        self.found |= not is_attribute and any(x is self._tensor for x in (*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
 
 
 class _Given(torch.nn.Module):
@@ -212,18 +241,17 @@ class TransformersNetwork(Network):
 
     def forward(self, inputs: ModelInputs) -> ModelOutput:
         def attend(
-            module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: dict[str, Any]
+            module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]
         ) -> torch.Tensor:
-            return inputs.attend(self._layer_of[id(module)], query, key, value)
+            return inputs.attend(self._layer_of[id(module)], query, key, value, more.get("s_aux"))
 
         tokens: dict[str, torch.Tensor] = (
             {"input_ids": inputs.input_ids[None].long()}
             if inputs.inputs_embeds is None
             else {"inputs_embeds": inputs.inputs_embeds[None]}
         )
-        output = self._model.base_model(
-            **tokens, position_ids=inputs.positions[None], use_cache=False, **{ARGUMENT: attend}
-        )
+        with handing_over(attend):
+            output = self._model.base_model(**tokens, position_ids=inputs.positions[None], use_cache=False)
         return ModelOutput(hidden=output.last_hidden_state[0])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

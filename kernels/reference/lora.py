@@ -12,5 +12,6 @@ def add_lora(output: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Te
     All adapters' inner products are worked out, and those of others are masked: r is small, and one product serves any
     mixture of adapters.
     """
-    inner = (x @ a.T).view(len(x), mask.shape[1], -1) * mask[:, :, None]
+    adapters = mask.shape[1]
+    inner = (x @ a.T).view(len(x), adapters, len(a) // adapters) * mask[:, :, None]
     output.addmm_(inner.flatten(1), b)
