@@ -13,7 +13,7 @@ import torch
 
 from workerkit.components.attention.cache import read_kv, write_kv
 from workerkit.components.attention.heads import check_heads
-from workerkit.components.attention.paged import attend_paged
+from workerkit.components.attention.paged import attend_paged, unserved
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.batch import InputBatch
 from workerkit.framework.interfaces.kernels import Kernels
@@ -74,7 +74,7 @@ class CpuAttention(AttentionBackend):
                 "attention is planned on the host, for %d layers are quantised: no graph holds it", len(quantized)
             )
             self._may_be_paged = False
-        self._may_be_paged = self._is_paged = self._may_be_paged and _serves(self._kernels, layers, dtype)
+        self._may_be_paged = self._is_paged = self._may_be_paged and not unserved(self._kernels, layers, dtype)
         self.graph_support = "always" if self._is_paged else "never"
 
     def build(self, batch: InputBatch, tables: BatchTables, caches: KVCaches, extras: Mapping[str, Any]) -> Attend:
@@ -133,22 +133,6 @@ class CpuAttention(AttentionBackend):
             return output
 
         return attend
-
-
-def _serves(kernels: Kernels, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> bool:
-    """Whether `paged_attention` works for heads like these: it says so when it is given a token of them."""
-    one, starts = torch.ones(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
-    for heads, kv_heads, dim, value_dim, has_sinks, softcap in {
-        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.has_sinks, layer.softcap)
-        for layer in layers
-    }:
-        query, keys = torch.zeros(1, heads, dim, dtype=dtype), torch.zeros(2, 1, kv_heads, dim, dtype=dtype)
-        values, sinks = keys[..., :value_dim], torch.zeros(heads, dtype=dtype) if has_sinks else None
-        try:
-            kernels.paged_attention(query, keys, values, one[:, None], starts, one, 1.0, None, sinks, softcap)
-        except NotImplementedError:
-            return False
-    return True
 
 
 def _plan(

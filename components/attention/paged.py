@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 
 from workerkit.components.attention.cache import read_kv, write_kv
@@ -38,3 +41,27 @@ def attend_paged(kernels: Kernels, batch: InputBatch, tables: BatchTables, cache
         )
 
     return attend
+
+
+def unserved(kernels: Kernels, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> list[str]:
+    """Names of the layers for whose heads `paged_attention` does not work: it says so when it is given a token of
+    them, on the CPU."""
+    one, starts = torch.ones(1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+
+    @cache
+    def works(heads: int, kv_heads: int, dim: int, value_dim: int, has_sinks: bool, softcap: float | None) -> bool:
+        query, keys = torch.zeros(1, heads, dim, dtype=dtype), torch.zeros(2, 1, kv_heads, dim, dtype=dtype)
+        values, sinks = keys[..., :value_dim], torch.zeros(heads, dtype=dtype) if has_sinks else None
+        try:
+            kernels.paged_attention(query, keys, values, one[:, None], starts, one, 1.0, None, sinks, softcap)
+        except NotImplementedError:
+            return False
+        return True
+
+    return [
+        layer.name
+        for layer in layers
+        if not works(
+            layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.has_sinks, layer.softcap
+        )
+    ]

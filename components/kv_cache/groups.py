@@ -12,6 +12,8 @@ from workerkit.framework.errors import UnsupportedError
 from workerkit.framework.interfaces.kv_cache import SCALE_BYTES, AttentionLayer, KVCacheGroup, KVCacheSpec, KVLayout
 from workerkit.framework.interfaces.sections import CacheSection
 
+_MANY_GROUPS = 8  # each costs every step a gather of its table and slots
+
 
 def layers_by_spec(
     layers: Sequence[AttentionLayer], cache: CacheSection, dtype: torch.dtype
@@ -73,14 +75,18 @@ def groups_of(
 def group_size(counts: Sequence[int]) -> int:
     """How many layers groups have at most, given how many layers there are of each kind.
 
-    A group of fewer layers leaves storages unused, and every group has a table to be kept; the sum of both is least.
+    A group of fewer layers leaves storages unused, and every group has a table to be kept: the sum of both is least, as
+    long as tables are few.
     """
 
-    def cost(size: int) -> tuple[int, int]:
-        num_groups = sum(-(-count // size) for count in counts)
-        return num_groups * size - sum(counts) + num_groups, -size
+    def num_groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts)
 
-    return min(counts, key=cost)
+    def cost(size: int) -> tuple[int, int]:
+        return num_groups(size) * size - sum(counts) + num_groups(size), -size
+
+    few = [size for size in counts if num_groups(size) <= _MANY_GROUPS]
+    return min(few or [max(counts)], key=cost)
 
 
 @attrs.frozen(order=True)

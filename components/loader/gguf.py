@@ -1,4 +1,4 @@
-"""GGUF files of the families that the native decoder knows, with Hugging Face's names and order of rows."""
+"""GGUF files of the architectures in `gguf_architectures`, with Hugging Face's names and order of rows."""
 
 from __future__ import annotations
 
@@ -11,27 +11,13 @@ import numpy as np
 import torch
 
 from workerkit.components.layers.weights import Weight
+from workerkit.components.loader.gguf_architectures import ARCHITECTURES, GLOBAL_NAMES, GGUFArchitecture
 from workerkit.components.loader.hf_config import FAMILIES, model_config
-from workerkit.framework.errors import ModelError, WeightError, did_you_mean
+from workerkit.framework.errors import ModelError, WeightError
 from workerkit.framework.interfaces.model import ModelConfig, ModelLoader, QuantizedTensor, RopeConfig
 from workerkit.framework.interfaces.sections import ModelSection
 from workerkit.framework.interfaces.store import GGUFHeader, GGUFTensor, ModelStore
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral is `llama` with a sliding window
-_GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _ROPE_FREQS = "rope_freqs.weight"  # llama3's frequency factors: part of the config, not of the weights
 _PACKED = ("Q4_0", "Q4_1", "Q8_0")  # what QuantizedTensor can hold
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -39,7 +25,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 class GGUFLoader(ModelLoader):
     """Metadata to config. Tensors are renamed; matrices of Q4_0, Q4_1 and Q8_0 stay packed, F16 and BF16 stay as they
-    are, all other kinds are dequantised to float32."""
+    are, all other kinds are dequantised to float32. What a file stacks of all experts is read one by one."""
 
     def __init__(self, section: ModelSection, files: ModelStore) -> None:
         self._section = section
@@ -50,12 +36,12 @@ class GGUFLoader(ModelLoader):
 
     def weights(self, config: ModelConfig) -> Iterator[tuple[str, Weight]]:
         header = self._header()
-        names = _hf_names(header)
-        _check_types(header, names)
-        return _read(header, names, config)
+        places = _places(header)
+        _check_types(header, places)
+        return _read(header, places, config)
 
     def count(self) -> int:
-        return len(_hf_names(self._header()))
+        return len(_places(self._header()))
 
     def at(self, source: str) -> ModelLoader:
         return GGUFLoader(attrs.evolve(self._section, source=source), self._files)
@@ -67,13 +53,17 @@ class GGUFLoader(ModelLoader):
         return self._files.read_gguf(path)
 
 
+def _architecture(header: GGUFHeader) -> GGUFArchitecture:
+    arch = str(header.metadata.get("general.architecture"))
+    if arch not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{header.path}: general.architecture {arch!r} is not supported; {supported} are")
+    return ARCHITECTURES[arch]
+
+
 def _read_config(header: GGUFHeader) -> ModelConfig:
     metadata, path = header.metadata, header.path
-    arch = metadata.get("general.architecture")
-    if arch not in _ARCHITECTURES:
-        raise ModelError(
-            f"{path}: GGUF architecture {arch!r} is not supported; {did_you_mean(str(arch), _ARCHITECTURES)}"
-        )
+    architecture, arch = _architecture(header), metadata["general.architecture"]
     if metadata.get("split.count", 0) not in (0, 1):
         raise ModelError(
             f"{path} is one of {metadata['split.count']} parts; merge them first (llama-gguf-split --merge)"
@@ -86,7 +76,7 @@ def _read_config(header: GGUFHeader) -> ModelConfig:
         raise ModelError(f"{path}: {arch}.attention.key_length and value_length differ, which is not supported")
     tokens = metadata.get("tokenizer.ggml.tokens")
     raw = {
-        "architectures": [FAMILIES["mistral" if key("attention.sliding_window") and arch == "llama" else arch]],
+        "architectures": [FAMILIES[architecture.family]],
         "vocab_size": len(tokens) if isinstance(tokens, list) else key("vocab_size"),
         "hidden_size": key("embedding_length"),
         "intermediate_size": key("feed_forward_length"),
@@ -99,6 +89,9 @@ def _read_config(header: GGUFHeader) -> ModelConfig:
         "rope_theta": key("rope.freq_base"),
         "rope_scaling": _rope_scaling(header, {name: key(name) for name in _ROPE_KEYS}),
         "sliding_window": key("attention.sliding_window"),
+        "num_experts": key("expert_count"),
+        "num_experts_per_tok": key("expert_used_count"),
+        "moe_intermediate_size": key("expert_feed_forward_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": [
@@ -106,6 +99,7 @@ def _read_config(header: GGUFHeader) -> ModelConfig:
             for name in (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
             if name in metadata
         ],
+        **architecture.fields(key),
     }
     config = model_config(raw, {}, str(path))
     if key("rope.dimension_count") not in (None, config.head_dim):
@@ -187,28 +181,44 @@ def _llama3_rope(header: GGUFHeader, rope: RopeConfig) -> RopeConfig:
     )
 
 
-def _hf_names(header: GGUFHeader) -> dict[str, str]:
-    """GGUF name -> Hugging Face name."""
-    names: dict[str, str] = {}
+def _places(header: GGUFHeader) -> dict[str, GGUFTensor]:
+    """Hugging Face name -> where it lies; of what is stacked, each expert's part."""
+    names, arch = _architecture(header).names, header.metadata["general.architecture"]
+    num_experts = header.metadata.get(f"{arch}.expert_count")
+    places: dict[str, GGUFTensor] = {}
     unknown: list[str] = []
-    for name in header.tensors:
+    for name, tensor in header.tensors.items():
         stem, _, kind = name.rpartition(".")  # kind: weight or bias
         block, _, part = stem.removeprefix("blk.").partition(".")
-        if stem in _GLOBAL_NAMES:
-            names[name] = f"{_GLOBAL_NAMES[stem]}.{kind}"
-        elif stem.startswith("blk.") and block.isdigit() and part in _LAYER_NAMES:
-            names[name] = f"model.layers.{block}.{_LAYER_NAMES[part]}.{kind}"
+        if stem in GLOBAL_NAMES:
+            places[f"{GLOBAL_NAMES[stem]}.{kind}"] = tensor
+        elif stem.startswith("blk.") and block.isdigit() and part in names:
+            own = f"model.layers.{block}.{names[part]}.{kind}"
+            places |= _by_expert(header, tensor, own, num_experts) if "{}" in own else {own: tensor}
         elif name != _ROPE_FREQS:
             unknown.append(name)
     if unknown:
         raise WeightError(f"{header.path}: tensors that no known model has: {', '.join(sorted(unknown))}")
-    return names
+    return places
 
 
-def _check_types(header: GGUFHeader, names: Mapping[str, str]) -> None:
+def _by_expert(header: GGUFHeader, tensor: GGUFTensor, name: str, number: object) -> dict[str, GGUFTensor]:
+    """The tensor [E, ...] of all experts, a name with {} for the number of one -> name of each one, and its part."""
+    if tensor.shape[:1] != (number,) or tensor.shape[0] < 1:
+        raise WeightError(f"{header.path}: tensor {tensor.name} is {list(tensor.shape)}, not of {number} experts")
+    size = tensor.num_bytes // tensor.shape[0]
+
+    def part(expert: int) -> GGUFTensor:
+        offset = tensor.offset + expert * size
+        return attrs.evolve(tensor, shape=tensor.shape[1:], offset=offset, num_bytes=size)
+
+    return {name.format(expert): part(expert) for expert in range(tensor.shape[0])}
+
+
+def _check_types(header: GGUFHeader, places: Mapping[str, GGUFTensor]) -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-    first = {header.tensors[name].type_name: name for name in names}
+    first = {tensor.type_name: tensor.name for tensor in places.values()}
     for kind, name in first.items():
         if kind in _FLOATS:
             continue
@@ -221,19 +231,21 @@ def _check_types(header: GGUFHeader, names: Mapping[str, str]) -> None:
             ) from error
 
 
-def _read(header: GGUFHeader, names: Mapping[str, str], config: ModelConfig) -> Iterator[tuple[str, Weight]]:
-    # The converter of `llama` interleaves the two halves that a head's rotation pairs; Qwen's are left alone.
-    permuted = header.metadata["general.architecture"] == "llama"
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if permuted else {}
+def _read(header: GGUFHeader, places: Mapping[str, GGUFTensor], config: ModelConfig) -> Iterator[tuple[str, Weight]]:
+    architecture = _architecture(header)
+    heads: dict[str, int] = {}
+    if architecture.interleaves:
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     # The largest come first, while there is little else in memory.
-    for name, hf_name in sorted(names.items(), key=lambda pair: pair[1].startswith("model.layers.")):
-        place = header.tensors[name]
-        num_heads = heads.get(hf_name.split(".")[-2])
+    for name, place in sorted(places.items(), key=lambda pair: pair[0].startswith("model.layers.")):
+        num_heads = heads.get(name.split(".")[-2])
         if place.type_name in _PACKED and len(place.shape) == 2:
-            yield hf_name, _packed(header, place, num_heads)
-        else:
-            tensor = _dequantised(header, place)
-            yield hf_name, tensor if num_heads is None else _halves_apart(tensor, num_heads)
+            yield name, _packed(header, place, num_heads)
+            continue
+        tensor = _dequantised(header, place)
+        if architecture.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor.float() - architecture.norm_offset
+        yield name, tensor if num_heads is None else _halves_apart(tensor, num_heads)
 
 
 def _halves_apart(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from workerkit.components.model.transformers_attention import NAME, handing_over, register
+from workerkit.components.model.transformers_attention import (
+    ALIBI_DIMS,
+    NAME,
+    TORCH,
+    read_slopes,
+    register,
+    run,
+    with_alibi,
+)
 from workerkit.framework.errors import ModelError, UnsupportedError
 from workerkit.framework.interfaces.attention import AttentionBackend
 from workerkit.framework.interfaces.device import DeviceContext
@@ -25,11 +34,11 @@ from workerkit.framework.interfaces.model import (
     Network,
     QuantizedTensor,
 )
-from workerkit.framework.interfaces.sections import ModelSection
+from workerkit.framework.interfaces.sections import CacheSection, ModelSection
 from workerkit.framework.interfaces.store import ModelStore
 
 # What an attention layer may tell its function: what we serve, what is said elsewhere, and what asks for other results.
-_SERVED = frozenset(("scaling", "sliding_window", "softcap", "s_aux", "is_causal"))
+_SERVED = frozenset(("scaling", "sliding_window", "softcap", "s_aux", "is_causal", "mask"))
 _SAID_ELSEWHERE = frozenset(("position_ids", "output_attentions"))
 _LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that depend on the longest request of a batch
 
@@ -46,6 +55,7 @@ class TransformersModel(Model):
         files: ModelStore,
         attention: AttentionBackend,
         kernels: Kernels,
+        cache: CacheSection,
     ) -> None:
         self._section = section
         self._context = context
@@ -53,6 +63,8 @@ class TransformersModel(Model):
         self._files = files
         self._attention = attention
         self._kernels = kernels
+        self._cache = cache
+        self._implementation = NAME  # of attention, until the model's family is known
 
     def load(self) -> LoadedModel:
         if self._section.quantization.uses - {"none"}:
@@ -61,32 +73,42 @@ class TransformersModel(Model):
         layers = self._probe(config)
         self._kernels.prepare(self._context)
         self._attention.prepare(layers, self._context.dtype)
-        network = TransformersNetwork(config, self._read(), layers)
+        network = TransformersNetwork(config, self._read(), layers, self._implementation)
+        for layer in network.alibi_layers:
+            if self._cache.quantization.of(layer) != "none":
+                raise UnsupportedError(
+                    f"cache.quantization: {layer.name} keeps positions in its keys, for ALiBi: right would be none"
+                )
         weight_bytes = sum(tensor.nbytes for _, tensor in network.weights())
         return LoadedModel(network=network, config=config, weight_bytes=weight_bytes)
 
     def reload_weights(self, loaded: LoadedModel) -> None:
-        loaded.network.load_weights(TransformersNetwork(loaded.config, self._read(), ()).weights())
+        loaded.network.load_weights(TransformersNetwork(loaded.config, self._read(), (), NAME).weights())
 
     def _probe(self, config: ModelConfig) -> tuple[AttentionLayer, ...]:
-        """The attention layers of the model, found by running one token through it without weights."""
+        """The attention layers of the model, found by running tokens through it without weights."""
         import transformers
 
         register()
         hf_config = transformers.AutoConfig.from_pretrained(self._folder(), trust_remote_code=False)
         _check_rope(hf_config)
         _check_kinds(hf_config)
-        try:
-            with torch.device("meta"):
-                factory: Any = transformers.AutoModelForCausalLM  # partly typed
-                # the experts' default function knows no float32 on this device
-                model = factory.from_config(
-                    hf_config, attn_implementation=NAME, experts_implementation="batched_mm"
-                ).eval()
-        except Exception as error:  # families name their classes of attention, or ask for packages, in their own ways
-            what = f"its attention cannot be replaced ({type(error).__name__}: {error})"
-            raise _refusal(config, [what]) from error
-        return probe(model, config, hf_config.get_text_config())
+        factory: Any = transformers.AutoModelForCausalLM  # partly typed
+        reasons: list[str] = []
+        for self._implementation in (NAME, TORCH):
+            try:
+                with torch.device("meta"):
+                    # the experts' default function knows no float32 on this device
+                    model = factory.from_config(
+                        copy.deepcopy(hf_config),
+                        attn_implementation=self._implementation,
+                        experts_implementation="batched_mm",
+                    )
+            except Exception as error:  # families refuse an implementation, or ask for packages, in their own ways
+                reasons.append(f"its attention cannot be replaced ({type(error).__name__}: {error})")
+            else:
+                return probe(model.eval(), config, hf_config.get_text_config(), self._implementation)
+        raise _refusal(config, reasons[:1])
 
     def _read(self) -> Any:
         import transformers
@@ -94,7 +116,7 @@ class TransformersModel(Model):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             self._folder(),
             dtype=self._context.dtype,
-            attn_implementation=NAME,
+            attn_implementation=self._implementation,
             use_safetensors=True,
             trust_remote_code=False,
         )
@@ -123,20 +145,26 @@ def _check_kinds(hf_config: Any) -> None:
         raise ModelError(f"layers of kind {', '.join(sorted(found))} cannot run over the paged cache")
 
 
-def probe(model: Any, config: ModelConfig, text_config: Any) -> tuple[AttentionLayer, ...]:
-    """Run one token through a model on the meta device. Raises ModelError for what the paged cache does not serve."""
+def probe(model: Any, config: ModelConfig, text_config: Any, implementation: str = NAME) -> tuple[AttentionLayer, ...]:
+    """Run two tokens through a model on the meta device. Raises ModelError for what the paged cache does not serve."""
     layers: list[AttentionLayer] = []
     names = {id(module): name for name, module in model.named_modules()}
     problems: dict[str, None] = {}
 
     def note(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keywords: dict[str, Any]
+        module: torch.nn.Module | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keywords: dict[str, Any],
     ) -> torch.Tensor:
-        name, sinks = names[id(module)], keywords.get("s_aux")
+        name = f"attention.{len(layers)}" if module is None else names[id(module)]
+        sinks, mask = keywords.get("s_aux"), keywords.get("mask")
+        has_biases = mask is not None and mask.dtype != torch.bool
         for keyword, given in keywords.items():
             if keyword not in _SERVED | _SAID_ELSEWHERE and (isinstance(given, torch.Tensor) or given):
                 problems[f"{name} asks for {keyword}"] = None
-        if key.shape != value.shape or (sinks is not None and sinks.shape != query.shape[1:2]):
+        if key.shape[:2] != value.shape[:2] or (sinks is not None and sinks.shape != query.shape[1:2]):
             problems[f"{name}: keys and values, or heads and sinks, are not as many"] = None
         if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             problems[f"{name} is not causal"] = None
@@ -146,20 +174,21 @@ def probe(model: Any, config: ModelConfig, text_config: Any) -> tuple[AttentionL
                 index=len(layers),
                 num_heads=query.shape[1],
                 num_kv_heads=key.shape[1],
-                head_dim=query.shape[2],
+                # values are as wide as keys to the cache: zeros fill up what is not
+                head_dim=max(query.shape[2] + ALIBI_DIMS * has_biases, value.shape[2]),
                 scale=float(keywords["scaling"]),
                 sliding_window=keywords.get("sliding_window"),
                 has_sinks=sinks is not None,
                 softcap=keywords.get("softcap"),
             )
         )
-        return torch.empty_like(query)
+        return query.new_empty(*query.shape[:2], value.shape[2])
 
-    ids, positions = (torch.zeros(1, 1, dtype=torch.long, device="meta") for _ in range(2))
+    ids, positions = (torch.zeros(1, 2, dtype=torch.long, device="meta") for _ in range(2))
     reading = _Reading(positions)
     try:
-        with torch.no_grad(), handing_over(note), reading:
-            model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        with torch.no_grad(), reading:
+            run(model, {"input_ids": ids}, positions, note, implementation)
     except Exception as error:  # whatever the code of a model of any family stumbles over
         problems[f"it cannot be run without weights and masks ({type(error).__name__}: {error})"] = None
     else:
@@ -197,17 +226,32 @@ class _Reading(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         is_attribute = getattr(func, "__name__", "") == "__get__"  # its shape, its device
-        self.found |= not is_attribute and any(x is self._tensor for x in (*args, *(kwargs or {}).values()))
+        for argument in () if is_attribute else (*args, *(kwargs or {}).values()):
+            parts = (
+                argument if isinstance(argument, tuple | list) else (argument,)
+            )  # such as an index of two dimensions
+            self.found |= any(part is self._tensor for part in parts)
         return func(*args, **(kwargs or {}))
+
+
+class _Output:
+    """What a body returns: hidden states, and None for all else that a head may look for."""
+
+    def __init__(self, hidden: torch.Tensor | None) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class _Given(torch.nn.Module):
     """In the place of a model's body: the hidden states that it is given."""
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor | None = None, **__: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
+        return _Output(inputs_embeds)
 
     @property
     def decoder(self) -> _Given:
@@ -218,11 +262,21 @@ class _Given(torch.nn.Module):
 class TransformersNetwork(Network):
     """All requests of a step are one row of tokens to the model: only attention knows them apart."""
 
-    def __init__(self, config: ModelConfig, model: Any, layers: tuple[AttentionLayer, ...]) -> None:
+    def __init__(
+        self, config: ModelConfig, model: Any, layers: tuple[AttentionLayer, ...], implementation: str
+    ) -> None:
+        """Raises UnsupportedError for masks of attention that say more than causality and ALiBi."""
         self.config = config
         self._model = model
         self._layers = layers
-        self._layer_of = {id(model.get_submodule(layer.name)): layer for layer in layers}
+        self._implementation = implementation
+        self._layer_of: dict[int, AttentionLayer] = {}
+        self._slopes: dict[int, torch.Tensor] = {}  # of the layers with ALiBi, over their scales
+        if implementation == TORCH:
+            slopes = read_slopes(model, model.device)
+            self._slopes = {n: slopes[n] / layer.scale for n, layer in enumerate(layers) if slopes[n].any()}
+        else:
+            self._layer_of = {id(model.get_submodule(layer.name)): layer for layer in layers}
         # The model's own forward makes logits of hidden states, whatever it does there (scales, caps).
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, model.base_model_prefix: _Given()}
@@ -230,6 +284,11 @@ class TransformersNetwork(Network):
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
         return self._layers
+
+    @property
+    def alibi_layers(self) -> tuple[AttentionLayer, ...]:
+        """Those whose keys have elements that must not be rounded."""
+        return tuple(self._layers[index] for index in self._slopes)
 
     @property
     def tap_points(self) -> tuple[str, ...]:
@@ -240,18 +299,28 @@ class TransformersNetwork(Network):
         return rows
 
     def forward(self, inputs: ModelInputs) -> ModelOutput:
+        in_order = iter(self._layers)
+
         def attend(
-            module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]
+            module: torch.nn.Module | None,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            keywords: dict[str, Any],
         ) -> torch.Tensor:
-            return inputs.attend(self._layer_of[id(module)], query, key, value, more.get("s_aux"))
+            layer = next(in_order) if module is None else self._layer_of[id(module)]
+            value_dim = value.shape[-1]
+            if (slopes := self._slopes.get(layer.index)) is not None:
+                query, key = with_alibi(query, key, inputs.positions, slopes)
+            query, key, value = (pad(part, (0, layer.head_dim - part.shape[-1])) for part in (query, key, value))
+            return inputs.attend(layer, query, key, value, keywords.get("s_aux"))[..., :value_dim]
 
         tokens: dict[str, torch.Tensor] = (
             {"input_ids": inputs.input_ids[None].long()}
             if inputs.inputs_embeds is None
             else {"inputs_embeds": inputs.inputs_embeds[None]}
         )
-        with handing_over(attend):
-            output = self._model.base_model(**tokens, position_ids=inputs.positions[None], use_cache=False)
+        output = run(self._model, tokens, inputs.positions[None], attend, self._implementation)
         return ModelOutput(hidden=output.last_hidden_state[0])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

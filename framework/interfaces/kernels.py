@@ -63,7 +63,9 @@ OPS = (
 BATCH_SENSITIVE = frozenset(
     op
     for op in OPS
-    if op.startswith("linear") or op in ("embedding", "experts", "gated_delta_rule") or op.endswith(("_norm", "_attention"))
+    if op.startswith("linear")
+    or op in ("embedding", "experts", "gated_delta_rule")
+    or op.endswith(("_norm", "_attention"))
 )
 
 

@@ -42,7 +42,7 @@ def _soft_capped(
     num_keys: int,
 ) -> torch.Tensor:
     """query [..., Q, D], keys [..., S, D], values [..., S, Dv], seen [..., Q, S] -> [..., Q, Dv]. torch's kernel has no
-    soft cap, so the scores are made here, in float32; those of keys behind num_keys are sinks, which it leaves alone."""
+    soft cap, so scores are made here, in float32; those of keys behind num_keys are sinks, which are not capped."""
     scores = torch.matmul(query.float() * scale, keys.float().transpose(-1, -2))
     scores[..., :num_keys].div_(softcap).tanh_().mul_(softcap)
     scores.masked_fill_(~seen, float("-inf"))

@@ -13,8 +13,8 @@ from workerkit.kernels.reference.conv import causal_conv1d
 from workerkit.kernels.reference.experts import experts
 from workerkit.kernels.reference.gated_delta import gated_delta_rule
 from workerkit.kernels.reference.heads import linear_heads
-from workerkit.kernels.reference.lora import add_lora
 from workerkit.kernels.reference.logprobs import compute_token_logprobs, most_likely_tokens
+from workerkit.kernels.reference.lora import add_lora
 from workerkit.kernels.reference.norm import fused_add_rms_norm, rms_norm
 from workerkit.kernels.reference.penalties import apply_bad_words, apply_penalties
 from workerkit.kernels.reference.projection import embedding, linear

@@ -85,7 +85,15 @@ def paged_attention(
     for row, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], seq_lens.tolist(), strict=True)):
         if end > start:
             output[start:end] = prefill_attention(
-                query[start:end], key_cache, value_cache, block_table[row], seq_len, scale, sliding_window, sinks, softcap
+                query[start:end],
+                key_cache,
+                value_cache,
+                block_table[row],
+                seq_len,
+                scale,
+                sliding_window,
+                sinks,
+                softcap,
             )
     return output
 

@@ -123,6 +123,7 @@ def _update(vllm_config: Any, plan: Plan) -> None:
         )
         vllm_config.cache_config.enable_prefix_caching = False
         vllm_config.cache_config.mamba_cache_mode = "none"  # no longer what prefix caching asks for
+        vllm_config.cache_config.mamba_block_size = None  # likewise
     if (multimodal := vllm_config.model_config.multimodal_config) is not None:
         # Our towers take normalised pixels. And what is no picture is refused by vLLM, with HTTP 400.
         multimodal.mm_device_do_normalize = False

@@ -1,9 +1,9 @@
 """The documents are true: their Python runs, their YAML is a worker, their commands parse, their links lead somewhere.
 
 Conventions of the pages. Python blocks of a page run in order, in one namespace, in a folder with a `worker.yaml`
-(here: a tiny random model with a byte-level tokenizer). A block that starts with `# name.py` is saved under that name
-instead. YAML blocks are whole configs; one marked `yaml refused` is wrong, and the `text` block after it is what
-`workerkit check` prints.
+(here: a tiny random model with a byte-level tokenizer), and where a page mentions `photo.png`, with that and a model in
+`qwen3-vl` that sees it. A block that starts with `# name.py` is saved under that name instead. YAML blocks are whole
+configs; one marked `yaml refused` is wrong, and the `text` block after it is what `workerkit check` prints.
 """
 
 import re
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from picture_model import make_model, picture, save
 
 from workerkit.framework import config as configs
 from workerkit.framework.cli.main import _parser, main
@@ -78,6 +79,9 @@ def folder(tmp_path, monkeypatch):
 def run_python(path, folder):
     """Runs the page's Python blocks; returns their namespace."""
     namespace = {"__name__": "documented"}
+    if any("photo.png" in text for _, text in blocks(path, "python")):
+        save(make_model("Qwen3VL"), folder / "qwen3-vl")
+        (folder / "photo.png").write_bytes(picture(24, 16))
     for _, text in blocks(path, "python"):
         if saved := re.match(r"\s*# (\w+\.py)\n", text):
             (folder / saved[1]).write_text(text.lstrip("\n"), encoding="utf-8")

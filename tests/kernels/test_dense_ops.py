@@ -71,6 +71,19 @@ def test_fused_add_rms_norm(ops, dtype):
     torch.testing.assert_close(normed, ops["rms_norm"](x + residual, weight, 1e-5), **LOOSE[dtype])
 
 
+def test_norms_with_float32_weights_round_once(ops):
+    """The weights' digits below those of bfloat16 count."""
+    x, residual = torch.randn(4, 16).bfloat16(), torch.randn(4, 16).bfloat16()
+    weight = 1 + torch.rand(16) / 128
+    total = x + residual
+    wide = total.double()
+    expected = (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()).bfloat16()
+    fused, _ = ops["fused_add_rms_norm"](x.clone(), residual.clone(), weight, 1e-5)
+    for got in (ops["rms_norm"](total, weight, 1e-5), fused):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, expected, atol=0, rtol=0)
+
+
 def test_cpu_norms_equal_the_reference_in_float32():
     x, residual, weight = torch.randn(50, 576), torch.randn(50, 576), torch.randn(576)
     torch.testing.assert_close(

@@ -10,7 +10,6 @@ from recurrent_oracle import make_states
 from tiny_families import (
     DEEPSTACK,
     IMAGE,
-    VIDEO,
     VISION,
     VISION_END,
     VISION_LANGUAGE,

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from hf_oracle import assert_served_as_by, random_model, random_prompts, serve
+from tiny_families import decoder, deepseek, gpt_oss
 
 from workerkit.framework.assembly import assemble
 from workerkit.framework.errors import ModelError, UnsupportedError
@@ -23,15 +24,26 @@ SMALL = {
     "pad_token_id": 0,
 }
 GPT = {"vocab_size": 128, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "eos_token_id": 0}
+GPT_NEO = {"vocab_size": 128, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 256}
+BART = {"d_model": 64, "decoder_ffn_dim": 96, "decoder_layers": 2, "decoder_attention_heads": 4, "vocab_size": 128}
 FAMILIES = {
     "GPT2": GPT,  # learned positions, LayerNorm
-    "GPTBigCode": {**GPT, "multi_query": True},
-    "GPTJ": {**GPT, "rotary_dim": 8},
-    "GPTNeoX": SMALL,  # parallel residual, partly rotated heads
-    "OPT": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
-    "Starcoder2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 8},
-    "Cohere": {**SMALL, "num_key_value_heads": 2},  # scaled logits
-    "Gemma2": {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": None},
+    "GPTBigCode": {**GPT, "multi_query": True},  # all heads share one key head
+    "GPTJ": {**GPT, "rotary_dim": 8},  # parallel residual with one norm
+    "GPTNeoX": SMALL,  # parallel residual with two, partly rotated heads
+    "OPT": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},  # learned positions from 2 on, ReLU
+    "StableLm": {**SMALL, "num_key_value_heads": 2},  # tells its layers nothing of what its forward is given
+    "Starcoder2": {**SMALL, "num_key_value_heads": 2, "sliding_window": 8},  # LayerNorm, windows
+    "Cohere": {**SMALL, "num_key_value_heads": 2},  # parallel residual, LayerNorm without bias, scaled logits
+    "Falcon": {**SMALL, "alibi": True, "multi_query": False, "new_decoder_architecture": False},
+    "Falcon-rotary": {**SMALL, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False},
+    "GraniteMoe": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2},
+}
+# Families that are native here, too, for what they ask of attention.
+ATTENTION = {
+    "Gemma2": lambda: decoder("Gemma2"),  # soft caps of scores and of logits
+    "GptOss": gpt_oss,  # sinks
+    "DeepseekV3": deepseek,  # values smaller than keys
 }
 
 
@@ -44,21 +56,26 @@ def config_of(folder, runner="v2", **sections):
     } | sections
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ATTENTION])
 def test_logits_and_tokens_of_both_runners_are_hugging_faces(family, tmp_path):
-    model = random_model(family, **FAMILIES[family])
+    model = random_model(family.split("-")[0], **FAMILIES[family]) if family in FAMILIES else ATTENTION[family]()
     model.save_pretrained(tmp_path)
     prompts = random_prompts([1, 2, 60, 17, 33, 5])
     for runner in ("v1", "v2"):
         with assemble(config_of(tmp_path, runner)) as assembly:
-            assert_served_as_by(model, prompts, serve(assembly, prompts, 8))
+            served = serve(assembly, prompts, 8) + serve(assembly, prompts[2:3], 64)
+            assert_served_as_by(model, prompts + prompts[2:3], served)
 
 
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("Gemma2", {**SMALL, "num_key_value_heads": 2, "head_dim": 16}, "asks for softcap"),
-        ("StableLm", SMALL, "its attention cannot be replaced"),
+        ("Bloom", {"vocab_size": 128, "hidden_size": 64, "n_head": 4, "n_layer": 2}, "make scores by themselves"),
+        ("Mpt", {"vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 2}, "make scores by themselves"),
+        ("GPTNeo", {**GPT_NEO, "attention_types": [[["global", "local"], 1]]}, "its attention cannot be replaced"),
+        ("Doge", {**SMALL, "num_key_value_heads": 2}, "asks for attention_mask"),
+        ("DiffLlama", SMALL, "do not each call the attention function once"),
+        ("Bart", {**BART, "is_decoder": True, "is_encoder_decoder": False}, "does not read the positions"),
         (
             "Bamba",
             {**SMALL, "num_key_value_heads": 2, "mamba_d_state": 16, "attn_layer_indices": [1], "mamba_n_heads": 8},
@@ -96,6 +113,22 @@ def test_a_window_that_only_a_mask_knows_is_refused(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "sliding_window": 8}))
     with pytest.raises(ModelError, match="leaves its sliding window to a mask"):
         assemble(config_of(tmp_path)).worker.start()
+
+
+def test_a_config_without_a_longest_sequence_needs_one_of_ours(tmp_path):
+    random_model("Bloom", vocab_size=128, hidden_size=64, n_head=4, n_layer=2).save_pretrained(tmp_path)
+    config = config_of(tmp_path)
+    del config["model"]["max_model_len"]
+    with pytest.raises(ModelError, match=r"BloomConfig names no longest sequence: set model\.max_model_len"):
+        assemble(config).worker.start()
+
+
+def test_a_cache_of_8_bits_is_refused_where_keys_hold_positions(tmp_path):
+    random_model("Falcon", **FAMILIES["Falcon"]).save_pretrained(tmp_path)
+    config = config_of(tmp_path)
+    config["cache"]["quantization"] = "int8"
+    with pytest.raises(UnsupportedError, match="ALiBi"):
+        assemble(config).worker.start()
 
 
 def test_quantization_is_refused(tmp_path):

@@ -36,7 +36,6 @@ DECODERS = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
         "attention_bias": True,
-        "attn_implementation": "eager",  # of the others only some cap scores
     },
     "Gemma3Text": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
     "Gemma3Text-scaled-rope": {

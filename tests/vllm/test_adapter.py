@@ -1,7 +1,6 @@
 """vLLM's steps as ours: both of its protocols, drafts, masks, and what is refused. Its own dataclasses, no model."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest

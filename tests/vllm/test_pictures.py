@@ -76,6 +76,14 @@ def test_prompts_with_pictures_are_served_as_by_hugging_face(seeing, variant):
             llm.generate({"prompt_token_ids": [125], "multi_modal_data": {"video": [video]}}, use_tqdm=False)
 
 
+@pytest.mark.parametrize("variant", ["v2"])
+def test_a_model_with_recurrent_layers_sees_them_too(variant, tmp_path):
+    runner, asynchronous = VARIANTS[variant]
+    hybrid, cases = Seeing("Qwen3_5", tmp_path), CASES[:3]
+    with vllm_engine(hybrid.folder, config(runner), asynchronous) as llm:
+        assert generate(llm, cases, 3) == expected(hybrid, cases, 3)
+
+
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 def test_a_picture_that_was_in_the_prefix_cache_may_be_needed_after_all(seeing, variant):
     """When its request has been preempted, and others have taken the blocks that it had found."""

@@ -171,6 +171,7 @@ def test_pages_without_a_good_common_size_are_refused_by_name():
         ((18, 18), 18),
         ((32, 1), 32),
         ((30, 1), 30),
+        ((30, 1, 1), 30),
         ((12, 6, 4), 6),
         ((1, 2, 9), 2),
     ],

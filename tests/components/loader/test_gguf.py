@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
-from tiny_gguf import gguf_name
+from tiny_gguf import finish, gguf_name, permuted, writer_of
 
 from workerkit.components.loader.auto import AutoLoader
 from workerkit.components.loader.gguf import GGUFLoader
@@ -17,30 +17,12 @@ from workerkit.framework.interfaces.sections import ModelSection
 from .conftest import SMALL, tiny_model
 
 
-def permuted(weight, heads):
-    """What llama.cpp's converter does to q and k of arch llama (LlamaModel.permute)."""
-    return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
-
-
-def write(path, model, arch, quantisation=Q.F32, *, keys=(), tensors=(), drop=(), tokens=96):
+def write(path, model, arch, quantisation=Q.F32, *, keys=(), tensors=(), drop=()):
     """Returns the weights that the file stands for, by Hugging Face name."""
     config = model.config
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer = writer_of(path, arch, config)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if head_dim := getattr(config, "head_dim", None):
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(tokens)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)
@@ -64,10 +46,7 @@ def write(path, model, arch, quantisation=Q.F32, *, keys=(), tensors=(), drop=()
         weights[name] = torch.from_numpy(value)
     for name, data, kind in tensors:
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return weights
 
 
@@ -197,7 +176,7 @@ def test_llama3_factors_are_recognised(loader, tmp_path):
 @pytest.mark.parametrize(
     ("arch", "keys", "message"),
     [
-        ("gemma", [], "architecture 'gemma' is not supported; known: llama, qwen2, qwen3"),
+        ("gemma", [], "architecture 'gemma' is not supported; gemma2, gemma3, llama, qwen2, qwen3, qwen3moe are"),
         ("llama", [("add_uint16", "split.count", 3)], "one of 3 parts"),
         ("llama", [("add_rope_dimension_count", 8)], "partial rotation"),
         ("qwen2", [("add_value_length", 9)], "key_length and value_length differ"),
@@ -211,8 +190,8 @@ def test_what_is_not_supported_is_refused_by_name(loader, tmp_path, arch, keys, 
 
 def test_unknown_tensors_and_types_are_refused_by_name(loader, tmp_path):
     path, model = tmp_path / "m.gguf", tiny_model("llama")
-    write(path, model, "llama", tensors=[("blk.0.ffn_gate_inp.weight", np.zeros((2, 32), np.float32), Q.F32)])
-    with pytest.raises(WeightError, match=r"blk\.0\.ffn_gate_inp\.weight"):
+    write(path, model, "llama", tensors=[("blk.0.attn_sinks.weight", np.zeros((2, 32), np.float32), Q.F32)])
+    with pytest.raises(WeightError, match=r"blk\.0\.attn_sinks\.weight"):
         loader.weights(loader.read_config())
     write(path, model, "llama", drop=["lm_head.weight"], tensors=[("output.weight", np.zeros((2, 4), np.int32), Q.I32)])
     with pytest.raises(WeightError, match=r"tensor output\.weight is stored as I32"):

@@ -25,10 +25,11 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+GEMMAS = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 
 
 def read(generation=None, /, family="llama", **fields):
-    raw = BASE | {"architectures": [ARCHITECTURES[family]], "model_type": family} | fields
+    raw = BASE | {"architectures": [(ARCHITECTURES | GEMMAS)[family]], "model_type": family} | fields
     return model_config({k: v for k, v in raw.items() if v != "absent"}, generation or {}, "config.json")
 
 
@@ -64,6 +65,26 @@ def test_old_and_new_rope_spelling_mean_the_same(kind):
     assert new.rope.factor == values.get("factor", 1.0)
     assert new.rope.original_max_position == values.get("original_max_position_embeddings", 4096)
     assert new.rope.beta_fast == values.get("beta_fast", 32.0)
+
+
+def test_gemma2_has_soft_caps_and_windows_unless_its_file_says_otherwise():
+    fields = {"family": "gemma2", "sliding_window": 8}
+    config = read(**fields)
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
+    assert config.sliding_windows == (8, None, 8, None)
+    assert (config.head_dim, config.attention_scale, config.embedding_scale) == (256, 1 / 16, 8.0)
+    assert (config.hidden_act, config.norm_offset, config.sandwich_norms) == ("gelu_pytorch_tanh", 1.0, True)
+    assert config.tie_word_embeddings
+    config = read(**fields, attn_logit_softcapping=None, final_logit_softcapping=12)
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (None, 12.0)
+    assert "use_bidirectional_attention" in problems(**fields, use_bidirectional_attention=True)
+
+
+def test_gemma3_caps_logits_only():
+    fields = {"family": "gemma3_text"}
+    assert read(**fields).final_logit_softcapping is None
+    assert read(**fields, final_logit_softcapping=30.0).final_logit_softcapping == 30.0
+    assert "attn_logit_softcapping" in problems(**fields, attn_logit_softcapping=50.0)
 
 
 def test_b80_type_beside_rope_type():

@@ -147,7 +147,10 @@ def test_adapters_come_and_go_between_steps(folder, oracles, model):
             worker.remove_adapter("x")
         scheduler = assembly.get(roles.SCHEDULER)
         request = EngineRequest(
-            req_id="a", prompt_token_ids=tuple(prompts[0]), params=SamplingParams(max_tokens=2, temperature=0.0), lora="z"
+            req_id="a",
+            prompt_token_ids=tuple(prompts[0]),
+            params=SamplingParams(max_tokens=2, temperature=0.0),
+            lora="z",
         )
         scheduler.add(request)
         output = scheduler.schedule()

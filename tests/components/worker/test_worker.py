@@ -50,7 +50,7 @@ def tokens_of(worker, req_id="a", prompt=(5, 6, 7), count=6):
 
 
 def test_a_backend_that_knows_no_scales_is_refused_before_weights_are_read():
-    config = fake_config("v2")
+    config = fake_config("v2", worker="npu")
     config["cache"]["quantization"] = {"layers": {"0": "int8"}}
     with assemble(config, registry=fake_registry()) as assembly:
         assembly.worker.init_device()
