@@ -33,7 +33,7 @@ class ReferenceKernels(KernelLibrary):
 
     @property
     def batch_invariant(self) -> frozenset[str]:
-        return frozenset({"experts", "linear_heads", "gated_delta_rule"})  # one token at a time
+        return frozenset({"experts", "linear_heads", "gated_delta_rule", "state_space"})  # one token at a time
 
 
 class CpuKernels(KernelLibrary):

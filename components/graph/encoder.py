@@ -58,8 +58,10 @@ class _Captured:
 
 
 class EncoderAclGraphManager(EncoderGraphManager):
-    """Each run takes the smallest budget that holds its pictures, padded; a picture larger than all of them runs
-    eagerly. On a device without graphs all runs are eager, at their own size, and budgets only bound their memory.
+    """Packs pictures into budgets of tokens.
+
+    Each run takes the smallest budget that holds its pictures, padded; a picture larger than all of them runs eagerly.
+    On a device without graphs all runs are eager, at their own size, and budgets only bound their memory.
 
     Raises UnsupportedError for more pictures than the smallest budget has tokens.
     """

@@ -55,8 +55,10 @@ class _Settings:
 
 
 class PatchImageProcessor(ImageProcessor):
-    """Orients, resizes to multiples of a token's side, normalises, and cuts. As transformers' Qwen2VLImageProcessor
-    with Pillow."""
+    """Orients pictures, resizes them to multiples of a token's side, normalises, and cuts.
+
+    As transformers' Qwen2VLImageProcessor with Pillow.
+    """
 
     def __init__(
         self, config: PatchImageProcessorConfig, section: ModelSection, files: ModelStore, loader: ModelLoader

@@ -12,8 +12,8 @@ from workerkit.framework.interfaces.kernels import Kernels
 class RMSNorm(torch.nn.Module):
     """Norm over the last dimension, alone or fused with the addition of a residual.
 
-    offset: what a checkpoint's weights are short of; it is added when they are loaded, and the sums are kept in float32:
-    in a lower type they would lose digits that the file has.
+    offset: what a checkpoint's weights are short of; it is added when they are loaded, and the sums are kept in
+    float32: in a lower type they would lose digits that the file has.
     """
 
     def __init__(

@@ -19,8 +19,10 @@ from workerkit.framework.interfaces.sampling import SamplerOutput
 
 
 class AscendModelState(ModelState):
-    """For decoders whose layers all have attention. Those with M-RoPE get positions in three dimensions, all others
-    cost nothing."""
+    """For decoders whose layers all have attention.
+
+    Those with M-RoPE get positions in three dimensions, all others cost nothing.
+    """
 
     keeps_recurrent: ClassVar[bool] = False  # whether it serves networks with recurrent layers
 

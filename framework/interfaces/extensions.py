@@ -1,4 +1,4 @@
-"""Seams of capabilities that most workers leave empty. All are version 0: `none` is their only implementation."""
+"""Seams of capabilities that most workers leave empty; those of version 0 have no implementation but `none`."""
 
 from __future__ import annotations
 

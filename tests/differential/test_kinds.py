@@ -56,7 +56,7 @@ class Kind:
     family: str  # what the names of transformers' classes begin with
     fields: dict
     few_blocks: int  # some requests are preempted
-    drafts: tuple = (TARGET,)  # components
+    drafts: tuple = (TARGET,)  # components; without any, n-grams take their place
     cache: dict = attrs.field(factory=dict)
     has_adapters: bool = False
 
@@ -118,7 +118,7 @@ KINDS = {
         },
         few_blocks=40,
         drafts=(DENSE,),
-        cache={"state_interval": 8},
+        cache={"state_interval": 4},
     ),
     "mamba2": Kind(
         family="Bamba",
@@ -131,7 +131,7 @@ KINDS = {
         },
         few_blocks=40,
         drafts=(DENSE,),
-        cache={"state_interval": 8},
+        cache={"state_interval": 4},
     ),
     "windows": Kind(family="Gemma3Text", fields=GEMMA, few_blocks=40),
     "rounded": Kind(
@@ -236,7 +236,7 @@ def later_arrivals(rng, first, stories):
     for number, arrival in enumerate(first):
         answer = tuple(stories[arrival.req_id, 0].token_ids)
         prompt = arrival.prompt + answer + random_tokens(rng, 2)
-        if number % 4 == 1 and len(prompt) < MAX_MODEL_LEN - 12:
+        if (number % 8 == 1 or arrival.params.allowed_token_ids) and len(prompt) <= MAX_MODEL_LEN - 12:
             params = SamplingParams(**OFF | {"max_tokens": 12, "ignore_eos": True})
             yield Arrival(
                 req_id=f"later {number}",
@@ -292,13 +292,11 @@ def assert_same(stories, expected, arrivals, way):
     for arrival in arrivals:
         for index in range(arrival.params.n):
             ours, theirs = stories[arrival.req_id, index], expected[arrival.req_id, index]
-            if ours.reason == "abort":
-                assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)], (arrival, way)
+            where = f"{arrival}, {way}"
+            if arrival.abort_at is not None and ours.reason == "abort":
+                assert ours.token_ids == theirs.token_ids[: len(ours.token_ids)], where
                 continue
-            assert (ours.token_ids, ours.text, ours.reason) == (theirs.token_ids, theirs.text, theirs.reason), (
-                arrival,
-                way,
-            )
+            assert (ours.token_ids, ours.text, ours.reason) == (theirs.token_ids, theirs.text, theirs.reason), where
             assert [entry.token_id for entry in ours.logprobs] == [entry.token_id for entry in theirs.logprobs]
             values, right = ([(e.logprob, *(v for _, v in e.top)) for e in s.logprobs] for s in (ours, theirs))
             assert np.array(values) == pytest.approx(np.array(right), abs=1e-3)
@@ -415,7 +413,7 @@ PARTS = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [2, 3, 4])
+@pytest.mark.parametrize("seed", [2, 3])
 def test_the_same_tokens_in_any_combination(saved, seed):
     arrivals, expected = saved.served_alone(seed)
     rng = random.Random(seed)

@@ -23,4 +23,5 @@ def test_logits_and_tokens_of_both_runners_are_hugging_faces(family, tmp_path):
     for runner in ("v1", "v2"):
         assembly = assemble(config, {"components.runner": runner})
         served = serve(assembly, prompts, 6) + [serve(assembly, [prompt], 6)[0] for prompt in prompts[:4]]
-        assert_served_as_by(model, prompts + prompts[:4], served)
+        served += serve(assembly, prompts[3:4], 64)
+        assert_served_as_by(model, [*prompts, *prompts[:4], prompts[3]], served)
