@@ -4,10 +4,14 @@ import logging
 
 import attrs
 import pytest
+import torch
 from letters import VOCAB, Letters
 
+from workerkit.components.graph.compiled import CompiledGraphs
 from workerkit.framework import assembly, roles
 from workerkit.framework.interfaces.graph import BatchDescriptor, BatchShape
+from workerkit.framework.interfaces.model import ModelInputs
+from workerkit.framework.interfaces.runner import WorkerShape
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 from workerkit.framework.plugins import load_plugins
 from workerkit.kernels.cpu.native.build import unavailable
@@ -140,3 +144,18 @@ def test_a_backend_that_no_graph_can_hold_is_no_error(caplog):
         made.engine.start()
         assert tokens(made) == expected
     assert "steps run eagerly: the attention backend works out part of a step on the host" in caplog.text
+
+
+def test_recurrent_states_are_not_recorded(caplog):
+    class Recordable:
+        graph_support = "always"
+
+    shape = WorkerShape(max_model_len=8, max_num_reqs=2, max_num_batched_tokens=4, vocab_size=VOCAB)
+    graphs = CompiledGraphs(shape, None, Recordable())
+    ids = torch.zeros(2, dtype=torch.int64)
+    inputs = ModelInputs(input_ids=ids, positions=ids, rope_lens=ids, attend=None, recurrent=object())
+    [case] = graphs.cases
+    with caplog.at_level(logging.WARNING):
+        graphs.capture(case, None, inputs)
+    assert "cannot be recorded: where the recurrent states lie" in caplog.text
+    assert graphs.dispatch(BatchShape(num_tokens=1, num_reqs=1)).mode == "eager"

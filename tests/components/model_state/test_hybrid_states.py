@@ -119,7 +119,7 @@ def test_prefixes_that_are_found_change_no_token(make, runner, drafts, is_async,
 def test_compiled_graphs_step_aside(make, caplog):
     scheduler = {"use": "continuous", "prefix_caching": False}
     served(make(graph="compiled", kernels="auto", attention="cpu", scheduler=scheduler), PROMPTS[:2])
-    assert "recurrent" in caplog.text
+    assert "steps run eagerly" in caplog.text
 
 
 def test_states_that_sleep_takes_come_back(make):
