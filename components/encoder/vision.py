@@ -64,7 +64,7 @@ class VisionEncoder(Encoder):
         self._images: list[tuple[ImageInput, ...]] = [()] * shape.max_num_reqs  # by slot
         self._num_seeing = 0  # slots with pictures
         self._cache: OrderedDict[str, VisionOutput] = OrderedDict()  # by digest, the longest unused first
-        self._held = 0  # tokens in it
+        self.num_held_tokens = 0
 
     @property
     def accepts_images(self) -> bool:
@@ -83,6 +83,10 @@ class VisionEncoder(Encoder):
 
     def free(self, req_ids: Sequence[str]) -> None:
         """What was encoded stays for others, until its place is needed."""
+
+    def reset(self) -> None:
+        self._cache.clear()
+        self.num_held_tokens = 0
 
     def embed(self, batch: InputBatch) -> Embeddings | None:
         if batch.is_dummy or not self._num_seeing:
@@ -123,11 +127,11 @@ class VisionEncoder(Encoder):
             outputs = self._graph.encode(pixels.to(self._context.device), [image.grid for image in missing])
             for image, output in zip(missing, outputs, strict=True):
                 self._cache[image.digest] = output
-                self._held += image.num_tokens
+                self.num_held_tokens += image.num_tokens
         for digest in images:
             self._cache.move_to_end(digest)
 
     def _evict(self) -> None:
-        while self._held > self._budget:
+        while self.num_held_tokens > self._budget:
             _, output = self._cache.popitem(last=False)
-            self._held -= len(output.embeds)
+            self.num_held_tokens -= len(output.embeds)

@@ -278,6 +278,7 @@ class NPUWorker(Worker):
         if live := self._runner().num_requests:
             raise StageError(f"{live} requests are live; finish or abort them before the worker sleeps")
         self._runner().release_graphs()
+        self._device.submit(self._encoder().reset).wait()
         self._device.synchronize()
         freed = self._pool.discard("kv_cache")
         self._cache_generation += 1

@@ -75,6 +75,9 @@ class Encoder(SlotPart):
     def free(self, req_ids: Sequence[str]) -> None:
         """Drop the encoder outputs of requests that left."""
 
+    def reset(self) -> None:
+        """Forget what was encoded, between steps: its memory is wanted, or the weights change."""
+
     @abc.abstractmethod
     def embed(self, batch: InputBatch) -> Embeddings | None:
         """None to embed the ids."""

@@ -16,7 +16,7 @@ from workerkit.framework.interfaces.kv_cache import AttentionLayer
 from workerkit.framework.interfaces.model import LoadedModel, Network
 from workerkit.framework.interfaces.request import ModelRunnerOutput, NewRequest, StepOutput
 from workerkit.framework.interfaces.speculation import DraftWeights
-from workerkit.framework.roles import DEVICE
+from workerkit.framework.roles import DEVICE, ENCODER
 from workerkit.plugins.vllm import settings
 from workerkit.plugins.vllm.adapter import FailingOutput, Requests, Step
 from workerkit.plugins.vllm.adapters import Adapters
@@ -88,7 +88,14 @@ class VllmWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             raise UnsupportedError("weights that arrive later (elastic expert parallelism) are not served")
-        self._worker.load_model()
+        try:
+            self._worker.load_model()
+            self._check_pictures()
+        except BaseException:
+            self._worker.shutdown()  # vLLM drops a worker that fails here, and its thread would stay
+            raise
+
+    def _check_pictures(self) -> None:
         multimodal = self.model_config.multimodal_config
         if multimodal is not None and not multimodal.language_model_only and not self._worker.accepts_images:
             raise UnsupportedError(
@@ -200,7 +207,8 @@ class VllmWorker(WorkerBase):
         self._worker.check_integrity()
 
     def reset_encoder_cache(self) -> None:
-        """For weights that have changed: ours do not."""
+        """Forget the pictures that were encoded."""
+        self._assembly.get(DEVICE).submit(self._assembly.get(ENCODER).reset).wait()
 
     def get_model(self) -> Any:
         return self._network

@@ -12,7 +12,7 @@ from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
 from workerkit.framework.cli.main import main
 from workerkit.framework.interfaces.engine import CacheIdentity, EngineRequest, MultimodalSpan
-from workerkit.framework.interfaces.request import ImageInput
+from workerkit.framework.interfaces.request import ImageInput, SchedulerOutput
 from workerkit.framework.interfaces.sampling_params import SamplingParams
 
 
@@ -103,6 +103,23 @@ def test_packing_pictures_changes_nothing(hf, config, graph):
     assembly = assemble(config, {"components.encoder_graph": graph})
     cases = make_cases(assembly)
     assert_served(hf, cases, serve_cases(assembly, cases, 3))
+
+
+def test_sleep_forgets_what_was_encoded(hf, config):
+    with assemble(config) as assembly:
+        worker = assembly.worker
+        worker.start()
+        cases = make_cases(assembly)[:1]
+        first = run(assembly, cases, 4)
+        worker.execute_model(SchedulerOutput(finished_req_ids=frozenset({"0"})))
+        encoder = assembly.get(roles.ENCODER)
+        assert encoder.num_held_tokens == cases[0].images[0].num_tokens
+        worker.sleep(2)
+        assert encoder.num_held_tokens == 0
+        worker.wake_up()
+        assembly.get(roles.SCHEDULER).reset_prefix_cache()
+        assert run(assembly, cases, 4) == first
+        assert encoder.num_held_tokens == cases[0].images[0].num_tokens
 
 
 def test_drafts_behind_pictures_change_no_token(hf, config):
