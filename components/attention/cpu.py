@@ -114,7 +114,8 @@ class CpuAttention(AttentionBackend):
                 )
                 if decoded.shape[0] == query.shape[0]:
                     return decoded
-            output = query.new_zeros(*query.shape[:2], layer.value_dim)
+            allocate = query.new_zeros if padded else query.new_empty
+            output = allocate((*query.shape[:2], layer.value_dim))
             if decodes is not None:
                 output[decodes.tokens] = decoded
             for row in plan.prefills:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from workerkit.components.layers.linear import Linear
-from workerkit.framework.interfaces.kernels import Kernels, Matrix
+from workerkit.framework.interfaces.kernels import Kernels
+from workerkit.framework.interfaces.matrix_kernels import Matrix
 
 
 class Embedding(Linear):

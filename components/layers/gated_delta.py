@@ -7,12 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from workerkit.components.layers.linear import Linear, MergedLinear
-from workerkit.components.layers.mixer import LayerContext, RecurrentMixer
+from workerkit.components.layers.mixer import LayerContext, RecurrentMixer, conv_and_ssm
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.weights import Destination, Weight, destination
 from workerkit.framework.interfaces.families import GatedDeltaConfig
 from workerkit.framework.interfaces.kernels import Kernels
-from workerkit.framework.interfaces.recurrent import RecurrentLayer, StateSpec
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -44,14 +43,7 @@ class GatedDeltaNet(RecurrentMixer):
         heads = delta.num_value_heads
         conv = (delta.conv_dim, delta.conv_width - 1)
         state = (heads, delta.key_head_dim, delta.value_head_dim)
-        self.layer = RecurrentLayer(
-            name=name,
-            index=index,
-            states=(
-                StateSpec(name="conv", shape=conv, dtype=str(dtype).removeprefix("torch.")),
-                StateSpec(name="ssm", shape=state, dtype="float32"),
-            ),
-        )
+        self.layer = conv_and_ssm(name, index, conv, state, dtype)
         qkvz = {"in_proj_qkv": delta.conv_dim, "in_proj_z": delta.value_size}
         # What rates and decays are made of is small, and errors in it add up: it is kept as it is.
         ba = {"in_proj_b": heads, "in_proj_a": heads}

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from workerkit.components.layers.weights import Destination, KernelWeights, Weight, copy, packed, to_int8
-from workerkit.framework.interfaces.kernels import Kernels, Matrix
+from workerkit.framework.interfaces.kernels import Kernels
+from workerkit.framework.interfaces.matrix_kernels import Matrix
 from workerkit.framework.interfaces.model import QuantizedTensor
 from workerkit.framework.interfaces.sections import Quantization
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from workerkit.components.layers.linear import Linear
-from workerkit.components.layers.mixer import LayerContext, RecurrentMixer
+from workerkit.components.layers.mixer import LayerContext, RecurrentMixer, conv_and_ssm
 from workerkit.components.layers.weights import Destination, Weight, destination
 from workerkit.framework.interfaces.families import Mamba2Config
 from workerkit.framework.interfaces.kernels import Kernels
-from workerkit.framework.interfaces.recurrent import RecurrentLayer, StateSpec
 
 
 class Mamba2Mixer(RecurrentMixer):
@@ -38,14 +37,7 @@ class Mamba2Mixer(RecurrentMixer):
         inner, channels, heads = mamba.intermediate_size, mamba.conv_dim, mamba.num_heads
         state = (heads, mamba.head_dim, mamba.state_size)
         conv = (channels, mamba.conv_width - 1)
-        self.layer = RecurrentLayer(
-            name=name,
-            index=index,
-            states=(
-                StateSpec(name="conv", shape=conv, dtype=str(dtype).removeprefix("torch.")),
-                StateSpec(name="ssm", shape=state, dtype="float32"),
-            ),
-        )
+        self.layer = conv_and_ssm(name, index, conv, state, dtype)
         self.split = [inner, channels, heads]
         outputs, bias = sum(self.split), mamba.proj_bias
         self.in_proj = Linear("in_proj", hidden, outputs, bias, kernels, dtype, device, "attention")

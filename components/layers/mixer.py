@@ -9,7 +9,7 @@ import torch
 
 from workerkit.components.layers.weights import Destination
 from workerkit.framework.interfaces.model import Attend
-from workerkit.framework.interfaces.recurrent import RecurrentBatch, RecurrentLayer
+from workerkit.framework.interfaces.recurrent import RecurrentBatch, RecurrentLayer, StateSpec
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -38,3 +38,17 @@ class RecurrentMixer(Mixer):
     """One that keeps a state instead of keys and values: `context.recurrent` says where."""
 
     layer: RecurrentLayer
+
+
+def conv_and_ssm(
+    name: str, index: int, conv: tuple[int, ...], ssm: tuple[int, ...], dtype: torch.dtype
+) -> RecurrentLayer:
+    """A layer that keeps the latest inputs of a short convolution, as activations, and a state in float32."""
+    return RecurrentLayer(
+        name=name,
+        index=index,
+        states=(
+            StateSpec(name="conv", shape=conv, dtype=str(dtype).removeprefix("torch.")),
+            StateSpec(name="ssm", shape=ssm, dtype="float32"),
+        ),
+    )

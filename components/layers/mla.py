@@ -13,8 +13,9 @@ from workerkit.components.layers.linear import Linear, MergedLinear
 from workerkit.components.layers.mixer import LayerContext, Mixer
 from workerkit.components.layers.norm import RMSNorm
 from workerkit.components.layers.weights import Destination, KernelWeights, Weight, copy
-from workerkit.framework.interfaces.kernels import HeadMatrices, Kernels
+from workerkit.framework.interfaces.kernels import Kernels
 from workerkit.framework.interfaces.kv_cache import AttentionLayer
+from workerkit.framework.interfaces.matrix_kernels import HeadMatrices
 from workerkit.framework.interfaces.model import ModelConfig
 
 _EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from workerkit.framework.errors import UnsupportedError
@@ -11,7 +11,24 @@ from workerkit.framework.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
+    from workerkit.framework.interfaces.attention_kernels import (
+        DecodeAttention,
+        DequantizeBlocks,
+        PagedAttention,
+        PrefillAttention,
+        QuantizeAndCache,
+        ReshapeAndCache,
+    )
     from workerkit.framework.interfaces.device import DeviceContext
+    from workerkit.framework.interfaces.matrix_kernels import (
+        Embedding,
+        Experts,
+        Linear,
+        LinearHeads,
+        LinearQ4,
+        LinearQ8,
+        LinearW8,
+    )
     from workerkit.framework.interfaces.recurrent_kernels import CausalConv1d, GatedDeltaRule, StateSpace
     from workerkit.framework.interfaces.sampling_kernels import (
         ApplyBadWords,
@@ -192,115 +209,6 @@ class Kernels(abc.ABC):
         """
 
 
-class Matrix(Protocol):
-    """A weight [O, H] in the form that suits a library, which is the only copy of it."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, O], in x's dtype."""
-        ...
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> float32 [N, O]: the same product, not rounded to x's dtype."""
-        ...
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """[N] int32 or int64 -> [N, H], these rows of the weight, in the dtype of activations. Only a matrix made by
-        `embedding`, or a quantised one, has to have them."""
-        ...
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that it keeps."""
-        ...
-
-
-class Linear(Protocol):
-    """weight [O, H], bias [O] or None -> the matrix that multiplies by them. It may keep the weight as it is: nobody
-    else writes there afterwards."""
-
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix: ...
-
-
-class HeadMatrices(Protocol):
-    """A matrix for each of N heads."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, N, H] -> [T, N, O]."""
-        ...
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that they keep."""
-        ...
-
-
-class LinearHeads(Protocol):
-    """weight [N, O, H] -> the matrices that multiply each head by its own. They may keep the weight as it is."""
-
-    def __call__(self, weight: torch.Tensor) -> HeadMatrices: ...
-
-
-class Embedding(Protocol):
-    """weight [V, H] -> a matrix whose rows are read, and that is multiplied by as well where it is the head, too."""
-
-    def __call__(self, weight: torch.Tensor) -> Matrix: ...
-
-
-class LinearQ4(Protocol):
-    """4 bits a weight."""
-
-    """w = code * scale + minimum, in groups of 32 along a row. codes uint8 [O, H / 2]: byte j of a group's 16 holds
-    element j in its low half and j + 16 in its high half, which is GGUF's order; scales, minima [O, H / 32] float32;
-    bias [O] or None; dtype of activations."""
-
-    def __call__(
-        self,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        minima: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> Matrix: ...
-
-
-class LinearQ8(Protocol):
-    """8 bits a weight, with scales of groups."""
-
-    """w = code * scale. codes int8 [O, H]; scales [O, H / 32] float32, of 32 along a row; bias [O] or None; dtype of
-    activations."""
-
-    def __call__(
-        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> Matrix: ...
-
-
-class LinearW8(Protocol):
-    """8 bits a weight, with a scale for each output channel."""
-
-    """w = code * scale. codes int8 [O, H]; scales [O] float32; bias [O] or None; dtype of activations. `linear_w8`
-    leaves these as they are; `linear_w8a8` rounds each token's to 8 bits, its scale being max |x| / 127, and adds up
-    integers; `rows` are the same."""
-
-    def __call__(
-        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> Matrix: ...
-
-
-class Experts(Protocol):
-    """Functions, an expert each, of which each token goes through a few."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        mlps: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-    ) -> torch.Tensor:
-        """x [T, H], expert_ids [T, k] int64, their weights [T, k] float32, mlps [N, H] -> [N, H], whose rows have
-        nothing to do with each other -> [T, H], the weighted sum in x's dtype."""
-        ...
-
-
 class RmsNorm(Protocol):
     """Root mean square norm. The weight [H] has x's dtype, or is float32 whatever x is; what is returned has x's."""
 
@@ -351,96 +259,3 @@ class AddLoRA(Protocol):
     def __call__(
         self, output: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor
     ) -> None: ...
-
-
-class ReshapeAndCache(Protocol):
-    """Writes keys and values into the paged cache."""
-
-    def __call__(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None: ...
-
-
-class QuantizeAndCache(Protocol):
-    """Likewise, rounded to 8 bits: a token's head is its codes times a scale, its largest element over 127."""
-
-    """key, value [T, Nk, D]; caches [blocks, b, Nk, D] int8; scales [blocks, b, Nk] float32; slot_mapping [T], -1 is
-    not written."""
-
-    def __call__(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        key_scales: torch.Tensor,
-        value_scales: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None: ...
-
-
-class DequantizeBlocks(Protocol):
-    """cache [blocks, b, Nk, D] int8, scales [blocks, b, Nk], block_ids [N] -> [N, b, Nk, D], codes times scales."""
-
-    def __call__(
-        self, cache: torch.Tensor, scales: torch.Tensor, block_ids: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor: ...
-
-
-class PagedAttention(Protocol):
-    """Attention over the paged cache, the general form. Raises NotImplementedError for heads or types it has not."""
-
-    """Any mix of rows. query [T, Nq, D]; caches [blocks, b, Nk, D]; block_table [R, W]; query_start_loc [R + 1];
-    seq_lens [R], the queries of a row being the last positions of its sequence. Tokens of no row yield zeros."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        scale: float,
-        sliding_window: int | None,
-        sinks: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor: ...
-
-
-class DecodeAttention(Protocol):
-    """Attention of rows with one query."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        mask: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor: ...
-
-
-class PrefillAttention(Protocol):
-    """Attention of one request with many queries."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        block_ids: torch.Tensor,
-        seq_len: int,
-        scale: float,
-        sliding_window: int | None,
-        sinks: torch.Tensor | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor: ...

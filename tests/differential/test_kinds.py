@@ -20,6 +20,7 @@ from adapters import write_adapter
 from hf_oracle import random_model
 from letters import EOS, VOCAB, Letters
 from sampling_oracle import OFF
+from tiny_families import LATENT
 
 from workerkit.framework import roles
 from workerkit.framework.assembly import assemble
@@ -84,21 +85,7 @@ KINDS = {
     ),
     "latent": Kind(
         family="DeepseekV3",
-        fields={
-            "moe_intermediate_size": 24,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 32,
-            "q_lora_rank": 24,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
-        },
+        fields=LATENT,
         few_blocks=36,
         drafts=(MTP, TARGET),
     ),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ragged_rows import num_columns, place_rows
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from workerkit.kernels import cpu, reference
@@ -26,17 +27,8 @@ class Batch:
         self.value = value.view(total, heads, VALUE_SIZE)
         self.decay = -decay * torch.rand(total, heads, generator=generator)
         self.beta = torch.rand(total, heads, generator=generator)
-        width = max([1, *(lens[row] for row in verify)])
-        self.states = random(len(lens) * width + 1, heads, SIZE, VALUE_SIZE)
-        slots = torch.randperm(len(lens), generator=generator) * width
-        self.initial = slots + torch.tensor([row % width for row in range(len(lens))])
-        self.starts = torch.tensor([0, *lens]).cumsum(0).int()
-        self.token_states = torch.full((total,), -1)
-        for row, (start, end) in enumerate(zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True)):
-            if row in verify:
-                self.token_states[start:end] = slots[row] + torch.arange(end - start)
-            elif row % 4 != 3:
-                self.token_states[end - 1] = slots[row]
+        self.states = random(len(lens) * num_columns(lens, verify) + 1, heads, SIZE, VALUE_SIZE)
+        self.initial, self.starts, self.token_states = place_rows(lens, verify, generator)
 
     def run(self, ops):
         states = self.states.clone()

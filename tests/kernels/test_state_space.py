@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ragged_rows import num_columns, place_rows
 
 from workerkit.kernels import cpu, reference
 
@@ -23,17 +24,8 @@ class Batch:
         )
         self.dt = torch.rand(total, HEADS) * scale
         self.a = -torch.rand(HEADS) - 0.1
-        width = max([1, *(lens[row] for row in verify)])
-        self.states = torch.randn(len(lens) * width + 1, HEADS, HEAD_DIM, SIZE)
-        slots = torch.randperm(len(lens)) * width
-        self.initial = slots + torch.tensor([row % width for row in range(len(lens))])
-        self.starts = torch.tensor([0, *lens]).cumsum(0).int()
-        self.token_states = torch.full((total,), -1)
-        for row, (start, end) in enumerate(zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True)):
-            if row in verify:
-                self.token_states[start:end] = slots[row] + torch.arange(end - start)
-            elif row % 4 != 3:
-                self.token_states[end - 1] = slots[row]
+        self.states = torch.randn(len(lens) * num_columns(lens, verify) + 1, HEADS, HEAD_DIM, SIZE)
+        self.initial, self.starts, self.token_states = place_rows(lens, verify)
 
     def run(self, ops):
         states = self.states.clone()

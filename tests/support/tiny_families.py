@@ -67,10 +67,8 @@ def decoder(family, **fields):
     return random_model(family.split("-")[0], **{**DECODER, **DECODERS[family], **fields})
 
 
-DEEPSEEK = {
-    **_SIZES,
+LATENT = {  # what makes a DeepSeek-V3 of any size
     "moe_intermediate_size": 24,
-    "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -83,6 +81,11 @@ DEEPSEEK = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+}
+DEEPSEEK = {
+    **_SIZES,
+    **LATENT,
+    "num_hidden_layers": 3,
     "rms_norm_eps": 1e-4,  # not that of the norms of latents
 }
 

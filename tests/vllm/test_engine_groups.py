@@ -6,6 +6,7 @@ import pytest
 import torch
 import vllm_engine
 from hf_oracle import perturb, random_prompts
+from tiny_families import LATENT
 from vllm_engine import ask, completions, generate, said_by_us, said_by_vllm
 
 SMALL = {
@@ -32,27 +33,11 @@ BAMBA = {
     "mamba_d_state": 12,
     "mamba_chunk_size": 16,
 }
-DEEPSEEK = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
 CASES = {  # (family, its fields, cache.quantization, whether vLLM's prefix cache works)
     "windows": ("Gemma3Text", GEMMA, "none", True),
     "windows in int8": ("Gemma3Text", GEMMA, {"sliding": "int8"}, True),
     "some layers in int8": ("Gemma3Text", GEMMA, {"layers": {"0-1": "int8", "3": "int8"}}, True),
-    "latent": ("DeepseekV3", DEEPSEEK, "none", True),
+    "latent": ("DeepseekV3", {"num_hidden_layers": 3, **LATENT}, "none", True),
     "recurrent": ("Bamba", BAMBA, "none", False),
 }
 
